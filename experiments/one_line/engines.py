@@ -10,9 +10,9 @@ steps and one that reads its tokens, as under `vllm serve`. While one generates,
 the same questions; the arms take turns, in another order each time, and a row has the medians. Prompts are this
 project's own.
 
---beside adds engines: a name and what the one line is given beside the method, in JSON, or a folder that comes first on
-the engine's PYTHONPATH, such as another checkout or another vLLM. They draft by the rule, unless their name begins with
-"plain".
+--beside adds engines. Each has a name and either more keys of the one line's speculative_config, in JSON, or a folder
+that is put first on its PYTHONPATH, such as another checkout or another vLLM. They draft by the rule, unless their name
+begins with "plain".
 """
 
 import argparse

@@ -68,7 +68,7 @@ class Doors(HttpToolsProtocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come; those of a head are counted."""
+        """Take in bytes, and refuse a request whose head has too many."""
         if self.cycle is None or self.cycle.response_complete:
             if self._alarm is None:
                 self._wait()

@@ -1,4 +1,4 @@
-"""Where requests wait: those of class `batch` for a reason to go, and all for a place at full backends."""
+"""Two queues: requests of class `batch` wait for a reason to go, and any request waits while all backends are full."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Places:
         return sum(map(len, self.waiting.values()))
 
     async def wait(self, request: Request, seconds: float) -> bool:
-        """Wait until there is a place; False where there was none in so many seconds."""
+        """Wait for a place, at most `seconds`. Returns whether there was one."""
         if not self.waiting and self.free(request):
             return True
         first = False

@@ -198,7 +198,7 @@ class Upstream:
             raise BrokenStream(_said(error)) from error
 
     async def whole(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
-        """All bytes of an answer, in so many seconds; raises BrokenStream."""
+        """All bytes of an answer. Raises BrokenStream where they do not come within `seconds`, or are too many."""
         until, raw = time.monotonic() + seconds, bytearray()
         while part := await self.part(response, max(0.0, until - time.monotonic())):
             raw += part

@@ -315,6 +315,10 @@ def test_a_cache_whose_keys_cannot_be_read_is_attended_to_as_a_whole_where_nobod
     speculator, _ = start(config(draft_context="auto", gate="auto"))
     attention, group, table = over_cache(speculator, monkeypatch)
     assert speculator._context.tokens == 1024
+    for measured in (True, False):  # nothing is left out by times that were assumed
+        speculator.set_choice(Choice(K, 0.0, 0.3, 1.0, 1.0, leaves_out=True, measured=measured))
+        assert speculator._leaves_out is measured
+    speculator.set_choice(Choice(K, 0.0, 0.3, 1.0, 1.0))
     attention.num_kv_heads, whole = 2, table.clone()
     propose(speculator, 2, [120, 116], rejected=[1, 0])
     assert speculator._context is None and torch.equal(table, whole)

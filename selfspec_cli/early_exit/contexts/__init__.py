@@ -40,9 +40,14 @@ class Context:
         return ":".join(map(str, (self.name, *self.values)))
 
     @property
+    def is_auto(self) -> bool:
+        """Whether measured times say if drafts leave out a part."""
+        return self.name == AUTO
+
+    @property
     def shortened(self) -> Context:
         """What drafts attend to where they leave out a part."""
-        return SHORTENED if self.name == AUTO else self
+        return SHORTENED if self.is_auto else self
 
     def settings(self) -> dict[str, Any]:
         """Its column, or setting, by name; none for the full context."""

@@ -6,7 +6,7 @@ import importlib
 import logging
 from collections.abc import Sequence, Set
 
-from selfspec_cli.early_exit.contexts import AUTO, Context
+from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
@@ -30,7 +30,7 @@ def kernel_for(
     the context takes, without which `auto` is the whole context, as it is for engines with room for more than LONGEST
     tokens. Raises SettingsError for a model whose layers cannot take it, unless it is `auto`.
     """
-    if context.name != AUTO:
+    if not context.is_auto:
         return _kernel(context, groups, names, vllm_config)
     if not measures or vllm_config.model_config.max_model_len > LONGEST:
         return None

@@ -124,13 +124,14 @@ class DraftLoop(TargetDependentARSpeculator):
         """
         settings, config, skipped = self.settings, self.vllm_config, self.settings.skipped
         decoder, count = place_of(target).decoder, len(drafting_layers(settings.layer, skipped))
-        made_layer = layer_maker(target, settings.layer, config, skipped=skipped)
-        own: Sequence[nn.Module] = [made_layer(number) for number in range(count)]
-        if DRAFT_WEIGHTS[settings.draft_weights].copies and all_on_own_weights(own):
-            copied = layer_maker(target, settings.layer, config, settings.draft_weights, skipped, fitted)
-            step = fused_step(decoder, own, copied, config, self.device, alone=True)
-            if step is not None:
-                return first_layers(target, settings.layer, config, skipped=skipped), step
+        if DRAFT_WEIGHTS[settings.draft_weights].copies:
+            made_layer = layer_maker(target, settings.layer, config, skipped=skipped)
+            own: Sequence[nn.Module] = [made_layer(number) for number in range(count)]
+            if all_on_own_weights(own):
+                copied = layer_maker(target, settings.layer, config, settings.draft_weights, skipped, fitted)
+                step = fused_step(decoder, own, copied, config, self.device, alone=True)
+                if step is not None:
+                    return first_layers(target, settings.layer, config, skipped=skipped), step
         trunk = first_layers(target, settings.layer, config, settings.draft_weights, skipped, fitted)
         layers: Sequence[nn.Module] = trunk.drafting_layers  # type: ignore[assignment]
         return trunk, fused_step(decoder, layers, layers.__getitem__, config, self.device, alone=False)

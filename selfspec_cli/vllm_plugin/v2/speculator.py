@@ -110,10 +110,10 @@ class EarlyExitSpeculator(DraftLoop):
         """Take from the scheduler's rule, for the drafts after the coming step, the value and cost of a draft step, and
         whether drafts leave out a part of the context."""
         self.state.step_value, self.state.step_cost = choice.step_value, choice.step_cost
-        if self.settings.context.shortened == self.settings.context:  # what a user names with another gate is done
-            leaves_out = choice.leaves_out or self.gate.kind != AUTO
-        else:
+        if self.settings.context.is_auto:
             leaves_out = choice.leaves_out and choice.measured
+        else:  # what a user names with another gate is done
+            leaves_out = choice.leaves_out or self.gate.kind != AUTO
         if self._leaves_out and not leaves_out:
             self.state.left_out.zero_()  # a round that leaves nothing out does not write it
         self._leaves_out = leaves_out
@@ -270,7 +270,7 @@ class EarlyExitSpeculator(DraftLoop):
         try:
             context.shorten(self.state, self.block_tables.input_block_tables[group], size)
         except SettingsError as refusal:  # in the first dummy run, where the KV cache is seen
-            if self.settings.context.shortened == self.settings.context:
+            if not self.settings.context.is_auto:
                 raise
             logger.info("early exit: drafts attend to the whole context (%s)", refusal)
             self._context = None

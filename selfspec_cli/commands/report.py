@@ -61,8 +61,8 @@ def report(
     folder = configs.results_dir(overrides)
     if compare is None and by is None and form is Format.html:
         return _page(out, folder, pages or folder, where or [], figures)
-    from selfspec_cli.report import by_category, sources, static
     from selfspec_cli.report import compare as comparing
+    from selfspec_cli.report import sources, table
 
     form = Format.json if out.as_json else form
     if compare is not None:
@@ -70,7 +70,7 @@ def report(
         warnings, text = comparison.warnings, comparing.text(comparison, form)
     else:
         read = sources.read(folder, where or [])
-        warnings, text = read.warnings, (static if by is None else by_category).text(read, form)
+        warnings, text = read.warnings, (table.text if by is None else table.by_category)(read, form)
     warn(warnings)
     console = Console()
     if form is Format.html and console.is_terminal:

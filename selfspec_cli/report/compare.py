@@ -16,8 +16,9 @@ from selfspec_cli.record import archive, folder, query, tables
 from selfspec_cli.record.columns import Record, known
 from selfspec_cli.record.intervals import Interval, overlap, speedup_interval
 from selfspec_cli.record.point import Point
-from selfspec_cli.report import Format, sources, static
+from selfspec_cli.report import Format, sources
 from selfspec_cli.report import rows as names
+from selfspec_cli.report.table import as_csv, as_json, markdown
 
 FASTER, SLOWER, NOISE, UNKNOWN = "faster", "slower", "within noise", "not known"
 HEAD = ("arm", "A tok/s", "B tok/s", "B over A", "B is", "A speedup", "B speedup", "speedups", "A accept", "B accept")
@@ -234,18 +235,18 @@ def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 def text(comparison: Comparison, form: Format) -> str:
     """The comparison in one of the formats that are text."""
     if form is Format.json:
-        return static.as_json(document(comparison))
+        return as_json(document(comparison))
     body = [_line(pair) for pair in comparison.pairs]
     if form is Format.csv:
         lines = [[pair.where, *line] for pair, line in zip(comparison.pairs, body, strict=True)]
-        return static.as_csv([["workload", *HEAD], *lines])
+        return as_csv([["workload", *HEAD], *lines])
     parts = [comparison.found]
     for where in dict.fromkeys(pair.where for pair in comparison.pairs):
         lines = [line for pair, line in zip(comparison.pairs, body, strict=True) if pair.where == where]
-        parts += [f"### {where}", static.table(HEAD, lines)]
+        parts += [f"### {where}", markdown(HEAD, lines)]
     rows = [[name, *map(_values, values)] for name, values in comparison.differing.items()]
     if rows:
-        parts += ["### What differs", static.table(("setting", "A", "B"), rows)]
+        parts += ["### What differs", markdown(("setting", "A", "B"), rows)]
     else:
         parts.append("No setting, version or machine differs.")
     for side, arms in zip((comparison.a, comparison.b), comparison.alone, strict=True):

@@ -12,7 +12,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive
 from selfspec_cli.report import sources
 from selfspec_cli.report.sources import Sources
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write, written
 
 if TYPE_CHECKING:
     from selfspec_cli.report.figures.base import Figure, Panel
@@ -37,7 +37,7 @@ def run(
     drawn = figures.of_sources(found)
     html = Path(out) / PAGE
     try:
-        page.write(found, drawn, html)
+        atomic_write(html, page.html(found, drawn))
         return found, html, every(drawn, Path(out) / FIGURES) if files else []
     except OSError as error:
         raise ConfigError(

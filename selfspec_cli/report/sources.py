@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,39 +38,34 @@ class Sources:
     checks: list[dict[str, Any]] = field(default_factory=list)
 
 
-def of_points(points: Iterable[Point], where: Sequence[str] = ()) -> Sources:
-    """The rows and targets of points that are in memory; only of those that meet the conditions of `where`.
-
-    A baseline stays with the arms that were compared with it.
-    """
-    kept = list(points)
-    rows = [*map(tables.row, kept)]
-    if where:
-        chosen = query.chosen(rows, where)
-        names = {row.point for row in chosen} | {row.baseline for row in chosen}
-        kept = [point for point in kept if point.id in names]
-        rows = [row for row in rows if row.point in names]
+def of_points(points: Sequence[Point], where: Sequence[str] = ()) -> Sources:
+    """The rows and targets of points in memory that meet the conditions of `where`, and of their baselines."""
+    rows = [*map(tables.row, points)]
+    chosen = query.chosen(rows, where)
+    names = {row.point for row in chosen} | {row.baseline for row in chosen}
+    kept = [point for point in points if point.id in names]
+    rows = [row for row in rows if row.point in names]
     return Sources(kept, rows, [*map(tables.accept_row, kept)], targets_of(kept))
 
 
-def folders(root: str | Path) -> list[Path]:
+def folders(root: Path) -> list[Path]:
     """The results folders of a place: itself where it holds points, else every one below it, archives included."""
-    folder_ = Path(root)
-    if archive.is_folder(folder_ / folder.RUNS):
-        return [folder_]
-    return [runs.parent for runs in archive.below(folder_, folder.RUNS) if archive.is_folder(runs)]
+    if archive.is_folder(root / folder.RUNS):
+        return [root]
+    return [runs.parent for runs in archive.below(root, folder.RUNS) if archive.is_folder(runs)]
 
 
 def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False) -> Sources:
     """Read a results folder, or all that lie below a folder that is none itself. no_points: it may be without points;
     else ConfigError is raised, as where none meets the conditions `where`."""
     archive.expect(root, "results_dir")
+    root = Path(root)
     points: list[Point] = []
     places: dict[str, str] = {}
     warnings: list[str] = []
     profiled: dict[str, profiles.Profile] = {}
     checks: list[dict[str, Any]] = []
-    for results in folders(root) or [Path(root)]:
+    for results in folders(root) or [root]:
         measured, strange = folder.read(results)
         profiled |= profiles.newest(results)
         checks += history(results)
@@ -78,7 +73,7 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
         warnings += strange
         places |= {point.id: archive.shown(results.relative_to(root)) for point in measured}
     if not points and not no_points:
-        raise ConfigError("\n".join([_no_points(Path(root)), *warnings]))
+        raise ConfigError("\n".join([_no_points(root), *warnings]))
     sources = of_points(folder.in_order(list({point.id: point for point in points}.values())), where)
     if points and not sources.points:
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
@@ -86,7 +81,7 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
     sources.warnings, sources.checks = warnings, sorted(checks, key=lambda line: str(line.get("run_id")))
     keys = {row.key for row in sources.rows}
     sources.profiles = [profile for profile in profiled.values() if not where or profile.key in keys]
-    _read_curves(sources, Path(root))
+    _read_curves(sources, root)
     return sources
 
 

@@ -49,7 +49,7 @@ def test_an_archive_may_hold_several_folders(tmp_path, monkeypatch):
         folder.save(Path("both") / name, baseline(name[-1]))
     archive.pack(Path("both"), Path("published/both.jsonl.xz"))
     inner = Path("published/both.jsonl.xz/a")
-    assert sources.folders("published") == [inner / "one", inner / "two"] == sources.folders(inner)
+    assert sources.folders(Path("published")) == [inner / "one", inner / "two"] == sources.folders(inner)
     assert [point.key for point in folder.read(inner / "two")[0]] == [baseline("o").key]
     assert sources.read("published").places == ["both/a/one", "both/a/two"]
     shown = call("report", "results_dir=published", "--out", "page").stdout

@@ -11,7 +11,7 @@ from points import against, baseline
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import categories
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.report import Format, by_category, figures, sources
+from selfspec_cli.report import Format, figures, sources, table
 
 
 def request(category, seconds, steps):
@@ -62,18 +62,18 @@ def test_rows_are_compared_with_the_same_category_of_the_baseline(folder):
 
 
 def test_the_report_by_category_has_a_line_for_each_and_one_for_all(folder):
-    ((_, head, body, notes),) = by_category.matrices(folder)
+    ((_, head, body, notes),) = table.matrices(folder)
     assert [line[0] for line in body] == ["math", "translation", "all"]
     assert head[:4] == ["category", "requests", "plain tok/s", "A speedup"]
     assert body[0][3].startswith("2.00x (") and body[0][4:6] == ["3.00", "100% 100%"]
     assert body[1][6].startswith("0.50x (")
     assert [note[:2] for note in notes] == ["A:", "B:"]
-    assert "| translation" in by_category.text(folder, Format.md)
-    lines = list(csv.DictReader(io.StringIO(by_category.text(folder, Format.csv))))
+    assert "| translation" in table.by_category(folder, Format.md)
+    lines = list(csv.DictReader(io.StringIO(table.by_category(folder, Format.csv))))
     assert len(lines) == 9 and {line["arm"] for line in lines} > {"baseline"}
-    assert len(json.loads(by_category.text(folder, Format.json))) == 9
+    assert len(json.loads(table.by_category(folder, Format.json))) == 9
     with pytest.raises(ConfigError, match="no point has categories"):
-        by_category.matrices(sources.of_points([baseline()]))
+        table.matrices(sources.of_points([baseline()]))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.targets import Target
-from selfspec_cli.report import details, figures, page, rows, sources, table
+from selfspec_cli.report import figures, page, rows, sources, table
 from selfspec_cli.report import make as report
 
 BASE = Record(
@@ -89,7 +89,7 @@ def test_a_failed_arm_is_named_with_its_reason():
 
 
 def shown(row):
-    return dict(zip(table.COLUMNS, table.cells(row), strict=True))
+    return dict(zip(table.COLUMNS, table.cells(row, table.COLUMNS), strict=True))
 
 
 def test_what_was_not_measured_is_blank_and_not_zero():
@@ -286,7 +286,7 @@ def test_the_page_makes_no_request_and_escapes(results, tmp_path):
 
 def test_a_row_opens_everything_that_is_kept_of_it(results):
     found = sources.read(results)
-    shown = details.details(found)
+    shown = page.details(found)
 
     def section(made, title):
         (parts,) = [parts for name, *parts in made if name == title]
@@ -327,11 +327,11 @@ def test_provenance_is_every_points_own():
     """A later run, of another version, does not lend its provenance to the points of the first."""
     newer = {"versions": {"selfspec": "0.2.0"}, "git": {"revision": "b" * 40, "dirty": True}}
     points = [baseline(), against(baseline()), failed("1", run_id="20261122-000000-bbbb", **newer)]
-    first, second = details.provenance(points)
+    first, second = table.provenance(points)
     assert (first["versions"], first["git revision"], first["date"]) == ("selfspec 0.1.0", "a" * 10, "2026-11-21")
     assert first["runs"] == "20261121-000000-aaaa (selfspec sweep)"
     assert (second["versions"], second["git revision"]) == ("selfspec 0.2.0", "b" * 10 + " with changes")
-    (bare,) = details.provenance([point(versions={}, git=None, command=None)])
+    (bare,) = table.provenance([point(versions={}, git=None, command=None)])
     assert bare.keys() == {"machine", "date", "points", "runs"}
 
 

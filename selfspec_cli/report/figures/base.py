@@ -47,11 +47,8 @@ LONGEST = 40  # bars of one panel; the rest are in the table
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of data of a figure.
-
-    group: what it has in common with other panels. points: ids of the points in it. axis: title of the axis of load.
-    colours: of each name that is drawn, in the order of a legend (`figures.coloured`).
-    """
+    """One set of data of a figure. group: what it has in common with other panels. points: ids of the points in it.
+    axis: title of the axis of load. colours: of each name, in the order of a legend (`figures.coloured`)."""
 
     group: str
     name: str
@@ -74,10 +71,7 @@ class Figure:
 
     def spec(self) -> dict[str, Any]:
         """The chart as Vega-Lite, without data."""
-        spec: dict[str, Any] = self.chart.to_dict()
-        for unused in ("config", "datasets"):
-            spec.pop(unused, None)
-        return spec
+        return {name: part for name, part in self.chart.to_dict().items() if name not in ("config", "datasets")}
 
 
 def with_panel(spec: dict[str, Any], panel: Panel) -> dict[str, Any]:
@@ -155,19 +149,13 @@ def slower(row: Record) -> bool:
 
 def colour(name: str, *, legend: bool = True) -> Any:
     """The colour of what a panel draws: one for each arm, the same on the whole page. name: the field that names it."""
-    shown = None
-    if legend:
-        shown = alt.Legend(
-            title=None, orient="bottom", columns=1, symbolLimit=16, symbolOpacity=1, labelExpr=_shortened("datum.label")
-        )
-    return alt.Color(f"{name}:N", sort=None, scale=alt.Scale(domain=[NAMES], range=[VALUES]), legend=shown)
-
-
-def _shortened(text: str) -> str:
-    """Expression of a text, without its middle where it is too long: the names of arms differ at their ends."""
-    half = f"floor({LETTERS} / 2) - 1"
+    text, half = "datum.label", f"floor({LETTERS} / 2) - 1"
+    # Where the name of an arm is too long its middle goes: names differ at their ends.
     cut = f"slice({text}, 0, {half}) + ' … ' + slice({text}, length({text}) - {half})"
-    return f"length({text}) > {LETTERS} ? {cut} : {text}"
+    short_name = f"length({text}) > {LETTERS} ? {cut} : {text}"
+    about = {"orient": "bottom", "columns": 1, "symbolLimit": 16, "symbolOpacity": 1, "labelExpr": short_name}
+    shown = alt.Legend(title=None, **about) if legend else None
+    return alt.Color(f"{name}:N", sort=None, scale=alt.Scale(domain=[NAMES], range=[VALUES]), legend=shown)
 
 
 def titles_above() -> Any:
@@ -245,12 +233,8 @@ def dashes() -> Any:
 
 def whiskers(x: Any, **more: Any) -> Any:
     """Intervals of a chart of lines, from `low` to `high`."""
-    return (
-        rows_chart()
-        .transform_filter("isValid(datum.low)")
-        .mark_rule(strokeWidth=1.5)
-        .encode(x=x, y="low:Q", y2="high:Q", **more)
-    )
+    rule = rows_chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
+    return rule.encode(x=x, y="low:Q", y2="high:Q", **more)
 
 
 def times_axis(title: str) -> Any:

@@ -25,6 +25,10 @@ VARIED = {
         "What the longest draft allowed does to acceptance and to speed, all else equal.",
     ),
 }
+BOTH = {
+    "speedup": {"value": "speedup", "low": "speedup_low", "high": "speedup_high"},
+    "accepted": {"value": "accept_rate"},
+}
 
 
 def against(groups: Iterable[Group], column: str) -> list[Figure]:
@@ -43,17 +47,17 @@ def against(groups: Iterable[Group], column: str) -> list[Figure]:
                 for row in sorted(rows, key=lambda row: getattr(row, column)):
                     by_gate[(row.gate or "") if column == "threshold" else ""].append((name, row))
         for gate, members in by_gate.items():
-            data = [point for name, row in members for point in _both(name, row, getattr(row, column))]
-            where = f"{group.title}, {base.short(members[0][1])}"
-            panels.append(
-                base.of_rows(where, f"gate {gate}" if gate else "all arms", data, [row for _, row in members])
-            )
+            data = [
+                {"series": name, "x": getattr(row, column), "what": what} | base.numbers(row, **values)
+                for name, row in members
+                for what, values in BOTH.items()
+                if getattr(row, values["value"]) is not None
+            ]
+            where, what = f"{group.title}, {base.short(members[0][1])}", f"gate {gate}" if gate else "all arms"
+            panels.append(base.of_rows(where, what, data, [row for _, row in members]))
     whole = {"labelExpr": "datum.value % 1 ? '' : datum.label", "format": "d"} if column == "k" else {}
-    x = alt.X(
-        "x:Q",
-        axis=alt.Axis(title=axis, tickCount=6, **whole),
-        scale=alt.Scale(zero=False, nice=False, padding=12),
-    )
+    scale = alt.Scale(zero=False, nice=False, padding=12)
+    x = alt.X("x:Q", axis=alt.Axis(title=axis, tickCount=6, **whole), scale=scale)
     tips = ["series:N", "x:Q", "value:Q", "low:Q", "high:Q", "point:N"]
 
     def part(what: str, axis_: Any) -> Any:
@@ -71,30 +75,18 @@ def against(groups: Iterable[Group], column: str) -> list[Figure]:
     return base.figure(f"by_{column}", title, about, chart, panels)
 
 
-def _both(name: str, row: Record, x: float) -> list[dict[str, Any]]:
-    """The dots of one row: its speedup, and its acceptance where it is known."""
-    dot = {"series": name, "x": x}
-    speed = dot | {"what": "speedup"} | base.numbers(row, value="speedup", low="speedup_low", high="speedup_high")
-    accepted = dot | {"what": "accepted"} | base.numbers(row, value="accept_rate")
-    return [speed] if row.accept_rate is None else [speed, accepted]
-
-
 def positions(groups: Iterable[Group], accepts: Sequence[AcceptRow | None]) -> list[Figure]:
     """The share of rounds in which the draft at each position was accepted."""
-    counted = {row.point: row for row in accepts if row is not None and row.accepted_at and row.rounds}
+    counted = {row.point: (row.rounds, row.accepted_at) for row in accepts if row and row.accepted_at and row.rounds}
     panels = []
     for group in groups:
         rows = [row for row in base.measured(group) if row.point in counted and row.acceptance_length is None][:20]
-        data = [
-            {
-                "series": name,
-                "position": place,
-                "share": base.sig(int(count) / (counted[row.point].rounds or 1), 4),
-                "point": row.point,
-            }
-            for name, row in base.named(rows)
-            for place, count in enumerate((counted[row.point].accepted_at or "").split(), start=1)
-        ]
+        data = []
+        for name, row in base.named(rows):
+            rounds, accepted_at = counted[row.point]
+            for place, count in enumerate(accepted_at.split(), start=1):
+                share = base.sig(int(count) / rounds, 4)
+                data.append({"series": name, "position": place, "share": share, "point": row.point})
         panels += base.on_machine(group, data, rows)
     share = alt.Axis(title="rounds in which it was accepted", format="%")
     line = base.rows_chart().mark_line(point=alt.OverlayMarkDef(size=60), strokeWidth=2)

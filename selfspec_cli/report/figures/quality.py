@@ -61,9 +61,8 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
             data = [_equal(name, *counts, plain.id) for name, counts in controls(plain, points).items()] + data
         where = f"{group.title}, {base.short(group.rows[0])}"
         panels.append(base.of_rows(where, "outputs equal to plain decoding's, token for token", data, rows))
-    x = alt.X(
-        "share:Q", axis=alt.Axis(title="share of outputs", format="%", tickCount=6), scale=alt.Scale(domain=[0, 1])
-    )
+    axis = alt.Axis(title="share of outputs", format="%", tickCount=6)
+    x = alt.X("share:Q", axis=axis, scale=alt.Scale(domain=[0, 1]))
     tips = ["arm:N", "share:Q", "identical:Q", "outputs:Q", "point:N"]
     about = (
         "Drafts are verified, so outputs differ where the arithmetic of a batch decides a near-tie between two tokens. "
@@ -99,14 +98,8 @@ def _prompts(point: Point) -> tuple[Any, ...]:
 
 
 def _equal(name: str, same: int, outputs: int, point: str) -> dict[str, Any]:
-    return {
-        "arm": name,
-        "share": base.sig(same / outputs),
-        "identical": same,
-        "outputs": outputs,
-        "text": f"{same} of {outputs}",
-        "point": point,
-    }
+    counts = {"share": base.sig(same / outputs), "identical": same, "outputs": outputs}
+    return {"arm": name, **counts, "text": f"{same} of {outputs}", "point": point}
 
 
 def _dot(name: str, row: Record, column: str) -> dict[str, Any]:

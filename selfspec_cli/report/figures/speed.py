@@ -94,17 +94,11 @@ def _span(name: str, row: Record, columns: Sequence[str], unit: str) -> dict[str
     """An arm's median, and the ends of its range that the other columns give."""
     middle, *ends = (getattr(row, column) for column in columns)
     present = [value for value in (middle, *ends) if value is not None]
-    return {
-        "arm": name,
-        "first": base.sig(ends[0] if len(ends) > 1 else middle),
-        "middle": base.sig(middle),
-        "last": base.sig(ends[-1]) if ends else None,
-        "least": base.sig(min(present)),
-        "most": base.sig(max(present)),
-        "unit": unit,
-        "text": (f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}") + f" {unit}",
-        "point": row.point,
-    }
+    first, last = ends[0] if len(ends) > 1 else middle, ends[-1] if ends else None
+    values = {"first": first, "middle": middle, "last": last, "least": min(present), "most": max(present)}
+    text = (f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}") + f" {unit}"
+    rounded = {end: base.sig(value) for end, value in values.items()}
+    return {"arm": name, **rounded, "unit": unit, "text": text, "point": row.point}
 
 
 OF_CATEGORY = ("speedup", "low", "high", "accepted", "tok_step", "requests", "tpot_ms")
@@ -123,12 +117,8 @@ def by_category(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure
         rows = [row for row in group.rows if row.point in by_point]
         data = [{"series": name} | line for name, row in base.named(rows) for line in by_point[row.point]]
         panels += base.on_machine(group, data, rows)
-    y = alt.Y(
-        "category:N",
-        sort=None,
-        axis=alt.Axis(title=None, labelLimit=220),
-        scale=alt.Scale(paddingInner=0.5, paddingOuter=0.25),
-    )
+    scale = alt.Scale(paddingInner=0.5, paddingOuter=0.25)
+    y = alt.Y("category:N", sort=None, axis=alt.Axis(title=None, labelLimit=220), scale=scale)
     # Arms stand below each other in each category.
     below = alt.YOffset("series:N", sort=None, scale=alt.Scale(type="point", domain=[base.NAMES]))
     tips = ["series:N", "category:N", *(f"{name}:Q" for name in OF_CATEGORY)]
@@ -171,18 +161,14 @@ def parts(profiles: Sequence[Profile]) -> list[Figure]:
                 text = number if order == 0 else ""
                 data.append({"arm": name, "part": part, "what": PARTS[part], "order": order, "text": text} | shares)
         panels.append(Panel(device, title, data))
-    colour = alt.Color(
-        "part:N",
-        sort=list(PART_COLOURS),
-        scale=alt.Scale(domain=list(PART_COLOURS), range=list(PART_COLOURS.values())),
-        legend=alt.Legend(title=None, orient="bottom", columns=4),
-    )
+    scale = alt.Scale(domain=list(PART_COLOURS), range=list(PART_COLOURS.values()))
+    legend = alt.Legend(title=None, orient="bottom", columns=4)
+    colour = alt.Color("part:N", sort=list(PART_COLOURS), scale=scale, legend=legend)
     x = alt.X("share:Q", stack=True, axis=alt.Axis(title="share of the wall time", format="%", tickCount=6))
     tips = ["arm:N", "part:N", "what:N", alt.Tooltip("share:Q", format=".1%"), alt.Tooltip("ms:Q", title="ms a round")]
     titles = base.titles_above().transform_filter("datum.order == 0")
-    chart = (base.bars(x, tips, color=colour, order="order:Q") + titles).properties(
-        width="container", height=alt.Step(base.STEP)
-    )
+    bars = base.bars(x, tips, color=colour, order="order:Q")
+    chart = (bars + titles).properties(width="container", height=alt.Step(base.STEP))
     about = (
         "Under PyTorch's profiler, every moment of a run counts as one part: on a GPU that of the kernel that runs, "
         "and while none runs, what the host does. The number is the speed without the profiler, which slows the host."

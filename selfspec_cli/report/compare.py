@@ -3,7 +3,7 @@ whether the difference in speed is more than noise."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,7 +42,6 @@ class Pair:
 
     @property
     def verdict(self) -> str:
-        """What is said of B."""
         if self.interval is None:
             return UNKNOWN
         return FASTER if self.interval[0] > 1 else SLOWER if self.interval[1] < 1 else NOISE
@@ -128,15 +127,14 @@ def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = 
         warnings += doubts
         by_id = {row.point: row for row in query.chosen(map(tables.row, points), where)}
         sides.append({point.id: (point, by_id[point.id]) for point in points if point.ok and point.id in by_id})
-    return between(words, [*sides[0].values()], [*sides[1].values()], warnings)
+    comparison = between(words, [*sides[0].values()], [*sides[1].values()])
+    return replace(comparison, warnings=warnings)
 
 
 Measured = tuple[Point, Record]
 
 
-def between(
-    words: tuple[str, str], ours: Sequence[Measured], theirs: Sequence[Measured], warnings: Sequence[str] = ()
-) -> Comparison:
+def between(words: tuple[str, str], ours: Sequence[Measured], theirs: Sequence[Measured]) -> Comparison:
     """Pair the arms of two sides, and say how they differ."""
     apart = _apart(ours, theirs)
     a, b = _by_arm(ours, apart), _by_arm(theirs, apart)
@@ -146,7 +144,7 @@ def between(
     pairs = [_pair(a[arm], b[arm], apart) for arm in both]
     differing = _differing([(a[arm][-1][0], b[arm][-1][0]) for arm in both])
     only_a, only_b = ([names.label(side[arm][-1][1]) for arm in side if arm not in both] for side in (a, b))
-    return Comparison(*words, pairs, differing, (only_a, only_b), list(warnings))
+    return Comparison(*words, pairs, differing, (only_a, only_b))
 
 
 def _apart(ours: Sequence[Measured], theirs: Sequence[Measured]) -> tuple[str, ...]:
@@ -178,17 +176,12 @@ def _arm(point: Point) -> dict[str, Hashable]:
 
 def _pair(ours: list[Measured], theirs: list[Measured], apart: Sequence[str]) -> Pair:
     """Several runs on both sides: the medians of runs are what varies. Else the repeats of the newest run."""
-    kept = [[point for point, _ in side if point.tok_s] for side in (ours, theirs)]
+    kept = [[point.tok_s for point, _ in side if point.tok_s] for side in (ours, theirs)]
     several = min(map(len, kept)) >= 2
-    if several:
-        samples = [[median(point.tok_s) for point in side] for side in kept]
-    else:
-        samples = [list(side[-1].tok_s) if side else [] for side in kept]
+    samples = [[*map(median, runs)] if several else [*runs[-1]] if runs else [] for runs in kept]
     a, b = ours[-1][1], theirs[-1][1]
-    if all(samples):
-        ratio: float | None = median(samples[1]) / median(samples[0])
-    else:
-        ratio = b.tok_s_median / a.tok_s_median if a.tok_s_median and b.tok_s_median else None
+    speeds = [median(sample) if all(samples) else row.tok_s_median for sample, row in zip(samples, (a, b), strict=True)]
+    ratio = speeds[1] / speeds[0] if speeds[0] and speeds[1] else None
     interval = speedup_interval(samples[1], samples[0])
     runs = (len(kept[0]), len(kept[1])) if several else (1, 1)
     arm = names.label(b) + (f" ({', '.join(apart)} differ)" if apart and b.arm != "baseline" else "")
@@ -220,10 +213,8 @@ def facts(point: Point) -> dict[str, Any]:
 
 
 def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of settings that are newer than it.
-
-    Settings that were removed since are left out where they were not in use (None, false, 0 or empty).
-    """
+    """A configuration with the defaults of settings that are newer than it, and without removed settings that were not
+    in use (None, false, 0 or empty)."""
     complete: dict[str, Any] = {}
     for name, default in defaults.items():
         value = config.get(name, default)

@@ -271,6 +271,11 @@ def numbers(row: Record, **columns: str) -> dict[str, Any]:
     return {name: sig(getattr(row, column)) for name, column in columns.items()} | {"point": row.point}
 
 
+def speedup(row: Record) -> dict[str, Any]:
+    """The speedup of a row with its interval, and its tokens a second."""
+    return numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
+
+
 def short(row: Record) -> str:
     """The machine of a row, to end the name of a panel with."""
     return row.device or "machine unknown"

@@ -34,7 +34,7 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
         rows = base.measured(group)
         data = [
             {"arm": name, "slower": base.slower(row), "target": _target(row, targets)}
-            | base.numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
+            | base.speedup(row)
             | {"text": times(row) + (", slower" if base.slower(row) else "")}
             for name, row in base.named(rows)
         ]

@@ -29,10 +29,8 @@ WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output toke
 
 @dataclass(frozen=True)
 class Family:
-    """Rows that differ in their arm and their load alone.
-
-    axis: the column that is the load. left_out: arms that are not among the rows, because a panel has room for fewer.
-    """
+    """Rows that differ in their arm and their load alone. axis: the column that is the load. left_out: arms that are
+    not among the rows, because a panel has room for fewer."""
 
     title: str
     axis: str
@@ -41,10 +39,8 @@ class Family:
 
     def panel(self, data: list[dict[str, Any]], note: str = "") -> Panel:
         more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
-        panel = base.of_rows(
-            base.short(self.rows[0]), self.title, data, self.rows, " ".join(filter(None, (note, more)))
-        )
-        return replace(panel, axis=AXES[self.axis])
+        notes = " ".join(filter(None, (note, more)))
+        return replace(base.of_rows(base.short(self.rows[0]), self.title, data, self.rows, notes), axis=AXES[self.axis])
 
     def load(self, row: Record) -> float:
         return float(getattr(row, self.axis))
@@ -83,12 +79,8 @@ def families(groups: Iterable[Group]) -> list[Family]:
             by_family[_key(first)] += rows
     together = [family for family in map(_family, by_family.values()) if len(family.loads(arms=True)) > 1]
     together.sort(key=lambda family: max(row.time or "" for row in family.rows), reverse=True)
-
-    def comes_later(family: Family) -> tuple[bool, bool]:
-        is_set = any(row.acceptance_length is not None for row in family.rows)
-        return is_set, len(family.loads()) < ENOUGH_LOADS
-
-    return sorted(together, key=comes_later)
+    together.sort(key=lambda family: len(family.loads()) < ENOUGH_LOADS)
+    return sorted(together, key=lambda family: any(row.acceptance_length is not None for row in family.rows))
 
 
 def _family(rows: list[Record]) -> Family:
@@ -115,12 +107,8 @@ def speedups(families: Sequence[Family]) -> list[Figure]:
     """The speedup of each arm over the baseline of the same load, with its interval."""
     panels = []
     for family in families:
-        data = [
-            dot
-            | base.numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
-            | {"slower": base.slower(row)}
-            for dot, row in family.series(row for row in family.rows if row.arm != "baseline")
-        ]
+        arms = family.series(row for row in family.rows if row.arm != "baseline")
+        data = [dot | base.speedup(row) | {"slower": base.slower(row)} for dot, row in arms]
         panels.append(family.panel(data, at_a_glance(family)))
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
     scale = alt.Scale(zero=False, nice=True)
@@ -165,17 +153,13 @@ def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
             if row.tok_s_median and user_speed(row):
                 together[dot["series"], dot["load"]].append(row)
         numbered = base.name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
-        data = [
-            {
-                "series": name,
-                "load": load,
-                "user": base.sig(median([user_speed(row) or 0 for row in rows])),
-                "gpu": base.sig(median([(row.tok_s_median or 0) / cards for row in rows])),
-                "number": load if name == numbered else None,  # of one line: else they would run into each other
-                "point": rows[-1].point,
-            }
-            for (name, load), rows in together.items()
-        ]
+        data = []
+        for (name, load), rows in together.items():
+            number = load if name == numbered else None  # of one line: else they would run into each other
+            user = base.sig(median([user_speed(row) or 0 for row in rows]))
+            gpu = base.sig(median([(row.tok_s_median or 0) / cards for row in rows]))
+            dot = {"series": name, "load": load, "user": user, "gpu": gpu, "number": number, "point": rows[-1].point}
+            data.append(dot)
         panels.append(family.panel(data, f"The number at a dot: {AXES[family.axis]}; other lines have the same loads."))
     x = alt.X("user:Q", axis=alt.Axis(title="tokens a second for one user (1 / TPOT)", tickCount=6))
     y = alt.Y("gpu:Q", axis=alt.Axis(title="tokens a second of one GPU", tickCount=6))

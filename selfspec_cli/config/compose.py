@@ -208,10 +208,8 @@ def _types_of(section: str) -> Any:
 
 
 def _composed(base: RunConfig | None, files: Mapping[str, str]) -> _Composed:
-    """What Hydra makes of choices that files have; made once for the same choices of the same content.
-
-    base: it gives way only in the groups that are chosen anew. files: the choice of each such group.
-    """
+    """What Hydra makes of choices that files have; made once for the same choices of the same content. base: it gives
+    way only in the groups that are chosen anew. files: the choice of each such group."""
     if base is None:
         files = {group: name for group, name in GROUPS.items() if group not in NAMED_GROUPS} | dict(files)
     nodes = {group: settings_of(group, name) for group, name in files.items()}

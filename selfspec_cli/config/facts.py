@@ -31,11 +31,9 @@ _ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepsee
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's config.json says, with `model.hf_overrides`; None where it does not say.
-
-    max_position: positions that the model allows. quantization: how its weights are stored, None for plain weights.
-    is_moe: it has experts. hybrid: some layers keep a recurrent state.
-    """
+    """What a model's config.json says, with `model.hf_overrides`; None where it does not say. max_position: positions
+    that the model allows. quantization: how its weights are stored, None for plain weights. is_moe: it has experts.
+    hybrid: some layers keep a recurrent state."""
 
     layers: int | None = None
     hidden: int | None = None
@@ -103,11 +101,9 @@ def longest_request(cfg: RunConfig) -> int | None:
 
 
 def config_file(model: ModelConfig, *, fetch: bool = False) -> Path | None:
-    """The config.json of a model: in its folder or in the Hugging Face cache; None for one that is in neither.
-
-    fetch: get that of a model on the Hub where it is not in the cache. Raises ConfigError where the folder is not
-    there, or the file cannot be fetched.
-    """
+    """The config.json of a model: in its folder or in the Hugging Face cache; None for one that is in neither. fetch:
+    get that of a model on the Hub where it is not in the cache. Raises ConfigError where the folder is not there, or
+    the file cannot be fetched."""
     place = model_path(model)
     if (folder := Path(place).expanduser()).is_dir():
         return folder / "config.json"

@@ -45,9 +45,7 @@ def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
 
 def full_head(cfg: RunConfig, layer: int) -> Path | None:
     """Return the file of the head of `cfg` at `layer`, over the full vocabulary; None for a head that needs no fit.
-
-    Raises ConfigError where it has not been fitted, HeadError where a folder of the user's has none, or several.
-    """
+    Raises ConfigError where it has not been fitted, HeadError where a folder of the user's has none, or several."""
     spec = head_spec(replace(cfg.head, path=None))
     if cfg.head.path is not None:
         path = Path(cfg.head.path).expanduser()

@@ -73,10 +73,8 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
 
 
 def uses(cfg: RunConfig, key: str) -> bool:
-    """Whether the method and the gate of `cfg` look at `key` at all; True for what is no setting of either.
-
-    key: of a setting, or of a group of them such as gate.
-    """
+    """Whether the method and the gate of `cfg` look at `key` at all; True for what is no setting of either. key: of a
+    setting, or of a group of them such as gate."""
     if key.partition(".")[0] == speculative.KEY:
         return cfg.method is Method.vllm
     about = [option.knob for name, option in OPTIONS.items() if name == key or name.startswith(f"{key}.")]
@@ -114,9 +112,7 @@ def run_key(cfg: RunConfig) -> str:
 
 class Keys:
     """The keys of many configs of one command. What they share (a model, a workload, files) is read and hashed once.
-
-    One object is of one moment: a file that changes later has the digest that it had.
-    """
+    One object is of one moment: a file that changes later has the digest that it had."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str], str] = {}
@@ -146,11 +142,9 @@ class Keys:
         return digest(facts | {name: getattr(cfg, name) for name in MEASURING})
 
     def arm(self, cfg: RunConfig) -> str:
-        """Names the arm that a config measures: what findings about the quality of its output belong to.
-
-        It is the same whatever the workload, and whatever the engine's settings for speed and memory (eager or
-        compiled, batch and cache sizes), which change the rounding of numbers and nothing else.
-        """
+        """Names the arm that a config measures: what findings about the quality of its output belong to. It is the same
+        whatever the workload, and whatever the engine's settings for speed and memory (eager or compiled, batch and
+        cache sizes), which change the rounding of numbers and nothing else."""
         digests = {name: digest for name, digest in self.digests(cfg).items() if name != "prompts"}
         facts: dict[str, Any] = {"model": self._part(cfg, "model"), "extra": cfg.engine.extra, "device": device_of(cfg)}
         facts |= {name: value for name, value in method_settings(cfg).items() if name != "head_dir"} | _gate_facts(cfg)

@@ -39,11 +39,9 @@ def hardware() -> dict[str, Any]:
 
 
 def device(cfg: RunConfig) -> str:
-    """What `cfg` runs on, in a few words: the processor and its cores, or the name and number of the GPUs in use.
-
-    A run on the CPU of a machine with GPUs is a run on the CPU; of eight GPUs it has those that CUDA_VISIBLE_DEVICES
-    shows, and of these as many as the model is divided among.
-    """
+    """What `cfg` runs on, in a few words: the processor and its cores, or the name and number of the GPUs in use. A run
+    on the CPU of a machine with GPUs is a run on the CPU; of eight GPUs it has those that CUDA_VISIBLE_DEVICES shows,
+    and of these as many as the model is divided among."""
     if device_of(cfg) == "cpu":
         return cpu()
     return describe(visible_gpus()[: cfg.model.tensor_parallel_size])
@@ -101,10 +99,8 @@ def asked_of_gpus(fields: str, *options: str) -> list[list[str]]:
 
 @cache
 def git_revision(folder: str) -> dict[str, Any] | None:
-    """Revision of the repository that tracks the files of `folder`, and whether they have changes; None without one.
-
-    A wheel that is installed somewhere inside a user's repository is not tracked by it, and has no revision.
-    """
+    """Revision of the repository that tracks the files of `folder`, and whether they have changes; None without one. A
+    wheel that is installed somewhere inside a user's repository is not tracked by it, and has no revision."""
     git = ["git", "-C", folder]
     revision = _lines([*git, "rev-parse", "HEAD"]) if _lines([*git, "ls-files", "--", "."]) else []
     if not revision:

@@ -31,11 +31,9 @@ Files = tuple[tuple[str, int, int], ...]
 
 
 def model_fingerprint(cfg: RunConfig) -> str:
-    """Sixteen hex digits that name the weights of `cfg`; equal for equal content wherever it is stored.
-
-    Weights are sampled: a change that leaves every sampled block of a tensor larger than 64 KiB as it was is not seen;
-    no fine-tuning does that. Raises ConfigError where the model's folder cannot be read.
-    """
+    """Sixteen hex digits that name the weights of `cfg`; equal for equal content wherever it is stored. Weights are
+    sampled: a change that leaves every sampled block of a tensor larger than 64 KiB as it was is not seen; no
+    fine-tuning does that. Raises ConfigError where the model's folder cannot be read."""
     model = cfg.model
     place = paths.model_path(model)
     folder = Path(place).expanduser()
@@ -128,10 +126,8 @@ def _pieces(file: BinaryIO, suffix: str, size: int) -> Iterator[tuple[int, int]]
 
 
 def _safetensors(file: BinaryIO, size: int) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes before the first tensor, and where each tensor begins and ends after them.
-
-    The format: eight bytes with the header's length, the header in JSON, then the tensors back to back.
-    """
+    """Bytes before the first tensor, and where each tensor begins and ends after them. The format: eight bytes with the
+    header's length, the header in JSON, then the tensors back to back."""
     length = int.from_bytes(file.read(8), "little")
     if length > size:
         raise ValueError("longer than the file")

@@ -62,9 +62,7 @@ class Choice:
 
 def rows(word: str = "", *, rare: bool = False) -> list[Row]:
     """The settings whose key or help holds `word`, in the order of the schema; without a word all that are not rare.
-
-    rare: without a word the rare ones too.
-    """
+    rare: without a word the rare ones too."""
     made = [_row(option) for option in SETTINGS.values() if word or rare or option.key not in RARE]
     return [row for row in made if word.lower() in f"{row.key} {row.spec_key} {row.help}".lower()]
 

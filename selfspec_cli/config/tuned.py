@@ -59,10 +59,8 @@ def overrides(cfg: RunConfig) -> list[str]:
 
 
 def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
-    """Write the file of the model of `cfg` into the configuration folder `conf`, atomically.
-
-    words: the overrides. title: for people.
-    """
+    """Write the file of the model of `cfg` into the configuration folder `conf`, atomically. words: the overrides.
+    title: for people."""
     import yaml
 
     file = conf / TUNED / f"{folder_name(cfg)}.yaml"
@@ -98,11 +96,9 @@ def _files() -> dict[Path, str]:
 
 
 def choose(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:
-    """The file that belongs to the model of the command.
-
-    matches: every file of `find`, with the configs that name the model once the file's overrides are applied. Raises
-    ConfigError where no file is of that model's weights, or several are, each of the model that it names itself.
-    """
+    """The file that belongs to the model of the command. matches: every file of `find`, with the configs that name the
+    model once the file's overrides are applied. Raises ConfigError where no file is of that model's weights, or several
+    are, each of the model that it names itself."""
     right = [file for file, cfgs in matches if all(model_fingerprint(cfg) == file.fingerprint for cfg in cfgs)]
     if len(right) == 1:
         return right[0]

@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
 
 def validate(cfg: RunConfig) -> None:
-    """Refuse what cannot mean anything, by a ConfigError with the key, the value and what is allowed.
-
-    What the model's facts or its files tell is for stages/preflight.py to refuse.
-    """
+    """Refuse what cannot mean anything, by a ConfigError with the key, the value and what is allowed. What the model's
+    facts or its files tell is for stages/preflight.py to refuse."""
     for option, value in out_of_range(cfg):
         raise ConfigError(refusal(option, value))
     for key in ("results_dir", "head_dir"):

@@ -33,10 +33,8 @@ class RecordError(Exception):
 @contextmanager
 def writing(results: str | os.PathLike[str]) -> Iterator[None]:
     """Hold a results folder for one command, and make its tables anew; the lock ends with the process, however it ends.
-
     Raises ConfigError where another live process holds it (the message names its pid) or it cannot be written,
-    RecordError for a table that cannot.
-    """
+    RecordError for a table that cannot."""
     archive.refuse(results)
     folder = Path(results)
     try:
@@ -101,11 +99,9 @@ def now() -> str:
 
 
 def save(results: str | os.PathLike[str], point: Point) -> Path:
-    """Write a point, once and for all, and its line in the tables. When this returns the point is on disk.
-
-    Raises RecordError where it could not be written, or there is such a point already, and nothing of it is left; or
-    where its line could not, and the point is kept.
-    """
+    """Write a point, once and for all, and its line in the tables. When this returns the point is on disk. Raises
+    RecordError where it could not be written, or there is such a point already, and nothing of it is left; or where its
+    line could not, and the point is kept."""
     target = Path(results) / RUNS / f"{point.id}.json"
     with explained(target):
         if target.exists():
@@ -186,11 +182,9 @@ def in_order(points: list[Point]) -> list[Point]:
 
 
 def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> tuple[int, list[str]]:
-    """Make the tables again from the points, each at once or not at all; (points, warnings).
-
-    out: a folder for the tables, if not the results folder itself. Raises ConfigError where they would be written into
-    an archive, RecordError for a table that could not be written; it is as it was.
-    """
+    """Make the tables again from the points, each at once or not at all; (points, warnings). out: a folder for the
+    tables, if not the results folder itself. Raises ConfigError where they would be written into an archive,
+    RecordError for a table that could not be written; it is as it was."""
     place = Path(results if out is None else out)
     with explained(place):
         place.mkdir(parents=True, exist_ok=True)

@@ -20,10 +20,8 @@ Interval = tuple[float, float]
 
 def speedup_interval(ours: Sequence[float], theirs: Sequence[float], *, paired: bool = False) -> Interval | None:
     """The 95 % interval of median(ours) / median(theirs), tokens a second of the repeats of both sides; None where one
-    side has fewer than two repeats, because nothing says how much it varies.
-
-    paired: the sides took turns, so that repeat i of one is resampled with repeat i of the other, and not by itself.
-    """
+    side has fewer than two repeats, because nothing says how much it varies. paired: the sides took turns, so that
+    repeat i of one is resampled with repeat i of the other, and not by itself."""
     return _bootstrap(_ratio_of_medians, (tuple(ours), tuple(theirs)), paired)
 
 

@@ -16,10 +16,8 @@ WINDOW = 60.0  # seconds of one window of a long run
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """When things happened to one request, in seconds since the repeat that it belongs to began.
-
-    events: the arrival of each output, in order; each holds one or more tokens. tokens: generated in all.
-    """
+    """When things happened to one request, in seconds since the repeat that it belongs to began. events: the arrival of
+    each output, in order; each holds one or more tokens. tokens: generated in all."""
 
     arrival: float
     events: tuple[float, ...]
@@ -67,10 +65,8 @@ def by_name(requests: Iterable[RequestTimes]) -> dict[str, list[float]]:
 
 
 def summary(requests: Iterable[RequestTimes]) -> dict[str, float]:
-    """Columns of a row, in milliseconds, over all requests together; what there is no value of is left out.
-
-    ttft_ms, tpot_ms, itl_ms and e2e_ms are medians; ttft_p90_ms and ttft_p99_ms are percentiles, and so on.
-    """
+    """Columns of a row, in milliseconds, over all requests together; what there is no value of is left out. ttft_ms,
+    tpot_ms, itl_ms and e2e_ms are medians; ttft_p90_ms and ttft_p99_ms are percentiles, and so on."""
     columns: dict[str, float] = {}
     for name, seconds in by_name(requests).items():
         if (percentiles := quantiles(seconds)) is not None:

@@ -25,11 +25,9 @@ AS_ITSELF = "as_itself"
 
 @dataclass(frozen=True)
 class Repeat:
-    """One timed repeat: every prompt of the workload once.
-
-    seconds: wall time from the first request in to the last token out. verified: vLLM's counters; None for an engine
-    that does not draft. drafting: the draft loop's own counters; None where it keeps none.
-    """
+    """One timed repeat: every prompt of the workload once. seconds: wall time from the first request in to the last
+    token out. verified: vLLM's counters; None for an engine that does not draft. drafting: the draft loop's own
+    counters; None where it keeps none."""
 
     seconds: float
     requests: tuple[RequestTimes, ...]

@@ -26,10 +26,8 @@ def chosen(rows: Iterable[Record], words: Sequence[str]) -> list[Record]:
 
 
 def condition(word: str) -> Callable[[Record], bool]:
-    """COLUMN, an operator (= != < > <= >=, or ~ for a part of the text), and a value; = and != take a,b,c.
-
-    An empty value means that nothing was measured. A row without a value meets no comparison of size.
-    """
+    """COLUMN, an operator (= != < > <= >=, or ~ for a part of the text), and a value; = and != take a,b,c. An empty
+    value means that nothing was measured. A row without a value meets no comparison of size."""
     match = _CONDITION.fullmatch(word.strip())
     if match is None:
         raise ConfigError(f"cannot read the condition {word!r}: write COLUMN=VALUE, such as gate=varH or speedup>1.5")

@@ -148,11 +148,9 @@ def drafting_summary(point: Point) -> dict[str, Any] | None:
 
 
 def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
-    """Draft tokens that a verify pass had before it, of one request; None without a round.
-
-    The last drafts of a request are often never verified, so there are more of them than vLLM's rounds account for; on
-    CUDA a pass looks at more places than were drafted. The fewer of the two are meant.
-    """
+    """Draft tokens that a verify pass had before it, of one request; None without a round. The last drafts of a request
+    are often never verified, so there are more of them than vLLM's rounds account for; on CUDA a pass looks at more
+    places than were drafted. The fewer of the two are meant."""
     return min(drafted, verified.places) / verified.rounds if verified.rounds else None
 
 
@@ -212,9 +210,7 @@ def _with_drafting(record: Record, point: Point) -> Record:
 
 def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     """The cost model's speedup for the accepted length that was measured, a step's time taken as the bytes it reads.
-
-    read: what `EarlyExitWorker.early_exit_step_bytes` answers; None where bytes do not tell the time.
-    """
+    read: what `EarlyExitWorker.early_exit_step_bytes` answers; None where bytes do not tell the time."""
     if read is None or record.mean_accepted_len is None or record.drafted_per_round is None or record.speedup is None:
         return record
     if record.free_drafts:  # the model knows no drafts that cost nothing

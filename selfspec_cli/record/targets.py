@@ -24,11 +24,8 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Target:
-    """What one arm of an experiment is to reach.
-
-    arm: columns of a row that say which arm is meant. values: column -> (least, greatest) wanted; a single number is
-    both. source: who stated it, and where.
-    """
+    """What one arm of an experiment is to reach. arm: columns of a row that say which arm is meant. values: column ->
+    (least, greatest) wanted; a single number is both. source: who stated it, and where."""
 
     experiment: str
     arm: dict[str, Any]

@@ -132,10 +132,8 @@ class _Wandb(Tracker):
 
 @contextmanager
 def open_tracker(cfg: RunConfig, run_id: str) -> Iterator[Tracker]:
-    """The tracker that `cfg.tracker` names, for as long as the command runs; raises ConfigError without wandb.
-
-    Without WANDB_API_KEY, or with WANDB_MODE=offline, nothing is uploaded, and the messages say how to do it later.
-    """
+    """The tracker that `cfg.tracker` names, for as long as the command runs; raises ConfigError without wandb. Without
+    WANDB_API_KEY, or with WANDB_MODE=offline, nothing is uploaded, and the messages say how to do it later."""
     if cfg.tracker.kind == "none":
         yield Tracker()
         return

@@ -63,10 +63,8 @@ def _arm(row: Record) -> str:
 
 
 def latest(rows: Iterable[Record]) -> list[Record]:
-    """One row for each run key: the last measured one, or the last failed one where none was measured.
-
-    Rows stand in the order of first appearance, so a sweep keeps its own order.
-    """
+    """One row for each run key: the last measured one, or the last failed one where none was measured. Rows stand in
+    the order of first appearance, so a sweep keeps its own order."""
     kept: dict[str, Record] = {}
     for row in rows:
         before = kept.get(row.key)
@@ -104,11 +102,9 @@ class Group:
 
 
 def groups(rows: Iterable[Record]) -> list[Group]:
-    """Rows by what they may be compared with, each arm beside the baseline that its speedup was computed from.
-
-    Of each run key the row is `latest`'s, but a baseline stays with the arms that were compared with it. Failed arms
-    stand with the newest baseline of their model, workload and device. Groups of these are in the order of baselines.
-    """
+    """Rows by what they may be compared with, each arm beside the baseline that its speedup was computed from. Of each
+    run key the row is `latest`'s, but a baseline stays with the arms that were compared with it. Failed arms stand with
+    the newest baseline of their model, workload and device. Groups of these are in the order of baselines."""
     rows = list(rows)
     by_point = {row.point: row for row in rows if row.point}
     places = {name: place for place, name in enumerate(by_point)}
@@ -149,11 +145,9 @@ def interval(row: Record) -> tuple[float, float] | None:
 
 
 def fastest(rows: Iterable[Record]) -> tuple[list[Record], bool]:
-    """(the verified arms that may be the fastest, the one of greatest speedup first; whether intervals say so).
-
-    Rows share a baseline. An arm may be the fastest if its interval overlaps that of the greatest speedup; without
-    intervals all verified arms may be. An arm whose acceptance was set counts only where no other is.
-    """
+    """(the verified arms that may be the fastest, the one of greatest speedup first; whether intervals say so). Rows
+    share a baseline. An arm may be the fastest if its interval overlaps that of the greatest speedup; without intervals
+    all verified arms may be. An arm whose acceptance was set counts only where no other is."""
     verified = [row for row in rows if row.arm not in UNVERIFIED and row.status == OK and row.speedup is not None]
     real = [row for row in verified if row.acceptance_length is None] or verified
     ranked = sorted(real, key=lambda row: -(row.speedup or 0))

@@ -122,10 +122,8 @@ def fitting(rows: Sequence[Record], shown: Columns, width: int) -> Columns:
 
 
 def render(rows: list[Record], targets: Sequence[Target] = (), width: int | None = None) -> RenderableType:
-    """The tables of a report, one a group, each with its own headline, for a rich console.
-
-    width: characters of a terminal's line; columns that do not fit are left out and named. None: all are there.
-    """
+    """The tables of a report, one a group, each with its own headline, for a rich console. width: characters of a
+    terminal's line; columns that do not fit are left out and named. None: all are there."""
     parts: list[RenderableType] = []
     together = groups(rows)
     all_columns = filled(rows, targets)

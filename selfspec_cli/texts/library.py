@@ -70,10 +70,8 @@ def _stdlib() -> Path:
 
 
 def held_out_text() -> list[tuple[str, str]]:
-    """Return (module name, source text) of every held-out module that exists, in the order of HELD_OUT.
-
-    Raises FileNotFoundError when this interpreter has none of them (a Python installed without its sources).
-    """
+    """Return (module name, source text) of every held-out module that exists, in the order of HELD_OUT. Raises
+    FileNotFoundError when this interpreter has none of them (a Python installed without its sources)."""
     texts = []
     for name in HELD_OUT:
         stem = _stdlib() / name.replace(".", "/")
@@ -89,10 +87,8 @@ def held_out_text() -> list[tuple[str, str]]:
 
 
 def prose_text() -> list[tuple[str, str]]:
-    """Return (topic, text) of the reference documentation that comes with this Python, by topic.
-
-    It is English, of which a model of code knows little. No head is fitted on it either.
-    """
+    """Return (topic, text) of the reference documentation that comes with this Python, by topic. It is English, of
+    which a model of code knows little. No head is fitted on it either."""
     from pydoc_data.topics import topics
 
     return sorted(topics.items())
@@ -100,10 +96,8 @@ def prose_text() -> list[tuple[str, str]]:
 
 def fitting_text() -> list[tuple[str, str]]:
     """Return (module name, source text) of the other standard-library modules, sorted by name, to fit exit heads on.
-
-    Leaves out test suites, IDLE, lib2to3 and installed packages, files that are not UTF-8, and files that share
-    text with a held-out module. Raises FileNotFoundError as held_out_text does.
-    """
+    Leaves out test suites, IDLE, lib2to3 and installed packages, files that are not UTF-8, and files that share text
+    with a held-out module. Raises FileNotFoundError as held_out_text does."""
     held_out = fingerprints(text for _, text in held_out_text())
     texts = []
     for folder, inner, files in os.walk(_stdlib()):
@@ -140,10 +134,8 @@ def fingerprints(texts: Iterable[str]) -> set[bytes]:
 
 
 def is_contaminated(text: str, fingerprints: set[bytes]) -> bool:
-    """Whether `text` repeats fingerprinted text: the whole of it, or more than a small share of its 8-line windows.
-
-    The share is MAX_SHARED_SHARE of the text's own windows, or MAX_SHARED_WINDOWS of them if that is fewer.
-    """
+    """Whether `text` repeats fingerprinted text: the whole of it, or more than a small share of its 8-line windows. The
+    share is MAX_SHARED_SHARE of the text's own windows, or MAX_SHARED_WINDOWS of them if that is fewer."""
     *windows, whole = _windows(text)
     shared = sum(digest in fingerprints for digest in windows)
     return whole in fingerprints or shared > min(MAX_SHARED_SHARE * len(windows), MAX_SHARED_WINDOWS)

@@ -100,11 +100,9 @@ def drawn(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
 def encoded(
     prompts: Iterable[Prompt], encode: Callable[[str], list[int]], chat: Callable[..., list[int]] | None, most: int
 ) -> list[list[int]]:
-    """Return the token ids of each prompt, cut to its first `most` tokens.
-
-    The question of a chat is cut instead of its end, because the end of the template must stay. Functions that do not
-    fit are left out before. chat: puts a question into the model's template; None for a model without one.
-    """
+    """Return the token ids of each prompt, cut to its first `most` tokens. The question of a chat is cut instead of its
+    end, because the end of the template must stay. Functions that do not fit are left out before. chat: puts a question
+    into the model's template; None for a model without one."""
 
     def ids_of(prompt: Prompt) -> list[int]:
         return encode(prompt.words) if not prompt.chat or chat is None else prompt.put_into(chat)(prompt.text)

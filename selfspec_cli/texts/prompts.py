@@ -86,11 +86,9 @@ class Tokens:
 
 
 def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
-    """Draw `num_prompts` prompts of `input_len` token ids by `cfg.seed`.
-
-    Chat prompts and prompts from a file have at most `input_len`; a shorter file gives all its prompts. Raises
-    ConfigError where the model has no room or no chat template for them, or the text is too short.
-    """
+    """Draw `num_prompts` prompts of `input_len` token ids by `cfg.seed`. Chat prompts and prompts from a file have at
+    most `input_len`; a shorter file gives all its prompts. Raises ConfigError where the model has no room or no chat
+    template for them, or the text is too short."""
     check_length(cfg, engine)
     work = cfg.workload
     if work.prompts == "random":
@@ -132,10 +130,8 @@ def check_length(cfg: RunConfig, engine: Tokens) -> None:
 
 def workload_turns(cfg: RunConfig, engine: Tokens) -> tuple[list[Turn], list[str]]:
     """Return the requests of `workload_prompts`, each followed by the later turns of its question, and the category of
-    each request (no list if the file names no categories); raises ConfigError.
-
-    A later turn may be as long as the model allows; a longer one loses its beginning.
-    """
+    each request (no list if the file names no categories); raises ConfigError. A later turn may be as long as the model
+    allows; a longer one loses its beginning."""
     first: list[Turn] = [*workload_prompts(cfg, engine)]
     if not prompt_files.is_prompt_file(cfg.workload.prompts):
         return first, []

@@ -37,10 +37,8 @@ def of_sources(sources: Sources) -> list[Figure]:
 
 
 def _headline_first(together: list[Group], families: Sequence[under_load.Family]) -> list[Group]:
-    """Groups in the order of the families by load that they belong to, then the others, the last measured first.
-
-    So every figure of a page begins with the workload of its first figure.
-    """
+    """Groups in the order of the families by load that they belong to, then the others, the last measured first. So
+    every figure of a page begins with the workload of its first figure."""
     places = {row.point: place for place, family in reversed(list(enumerate(families))) for row in family.rows}
     ranked = [min(places.get(row.point, len(families)) for row in group.rows) for group in together]
     order = sorted(range(len(together)), key=lambda at: (ranked[at], at if ranked[at] < len(families) else -at))
@@ -48,11 +46,9 @@ def _headline_first(together: list[Group], families: Sequence[under_load.Family]
 
 
 def coloured(figures: Sequence[Figure], rows: Iterable[Record]) -> list[Figure]:
-    """Figures whose panels say which colour each name has.
-
-    An arm has one colour everywhere. Two arms of one panel have different colours as long as there are enough. A line
-    through arms of several thresholds has the colour of the first of them.
-    """
+    """Figures whose panels say which colour each name has. An arm has one colour everywhere. Two arms of one panel have
+    different colours as long as there are enough. A line through arms of several thresholds has the colour of the first
+    of them."""
     rows = list(rows)
     arms = {row.point: name_of(row) for row in rows}
     kinds = {arms[row.point]: row.arm for row in rows}

@@ -159,10 +159,8 @@ def colour(name: str, *, legend: bool = True) -> Any:
 
 
 def titles_above() -> Any:
-    """The value (`text`) and the name (`arm`) of each bar above it, red where the arm is slower than its baseline.
-
-    They are one text, so that neither runs into the other, broken into two lines where the place is narrow.
-    """
+    """The value (`text`) and the name (`arm`) of each bar above it, red where the arm is slower than its baseline. They
+    are one text, so that neither runs into the other, broken into two lines where the place is narrow."""
     return (
         rows_chart()
         .transform_calculate(title=f"datum.text + '{SPACE}' + datum.arm")

@@ -74,10 +74,8 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
 
 
 def controls(plain: Point, points: Iterable[Point]) -> dict[str, tuple[int, int]]:
-    """(equal, compared) outputs of a baseline and of plain decoding measured again with the same prompts, by name.
-
-    Of several measurements at one load the newest counts.
-    """
+    """(equal, compared) outputs of a baseline and of plain decoding measured again with the same prompts, by name. Of
+    several measurements at one load the newest counts."""
     counts: dict[str, tuple[int, int]] = {}
     if (again := control(plain)) is not None:
         counts["control: plain decoding, asked again"] = again

@@ -13,7 +13,7 @@ from selfspec_cli.commands.help import NamesCommands
 from selfspec_cli.commands.screen import Output, emit, say, show_facts, table, warn
 from selfspec_cli.commands.shared import Folder, command
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, query, tables
+from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.point import Point
@@ -43,7 +43,7 @@ Ids = Annotated[
 def list_points(out: Output, words: Words = None) -> None:
     """The points of a folder, or those that meet every condition."""
     folder, conditions = _place(words or [])
-    rows = query.chosen([tables.row(point) for point in _points(folder)], conditions)
+    rows = columns.chosen([tables.row(point) for point in _points(folder)], conditions)
     if out.as_json:
         return emit({"points": [plain(row) for row in rows]})
     lines = [
@@ -193,7 +193,7 @@ def _meant(points: list[Point], words: list[str]) -> list[Record]:
     """Rows by id (every point of which the id begins so), or by conditions."""
     rows = [tables.row(point) for point in points]
     if any(sign in word for word in words for sign in "=<>~"):
-        return query.chosen(rows, words)
+        return columns.chosen(rows, words)
     for word in words:
         _one(points, word)  # raises where nothing, or more than one key, is meant
     return [row for row in rows if any(row.point.startswith(word) for word in words)]

@@ -1,8 +1,7 @@
 """A results folder: points in `runs/`, written so that none is lost or torn, and the tables that are made of them.
 
-A point is there from the moment that its file has its name; until then its text is in a file that ends in .part.
-Its line in the tables follows at once. The tables are made anew when a command that measures begins or ends, and by
-`export`.
+Until a point is whole its text is in a file that ends in .part. Its line in the tables follows at once; the tables are
+made anew when a command that measures begins or ends, and by `export`.
 """
 
 import errno
@@ -10,8 +9,9 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from io import FileIO
 from multiprocessing.util import register_after_fork
@@ -105,10 +105,10 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
     target = Path(results) / RUNS / f"{point.id}.json"
     with explained(target):
         if target.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+            raise FileExistsError
         atomic_write(target, to_json(point))
         _sync(target.parent)
-    for name, lines in _lines([with_quality(results, point)]).items():
+    for name, lines in _lines(with_quality(results, [point])).items():
         if lines:
             path, text = Path(results) / name, columns.text(TABLES[name], lines)
             with explained(path), path.open("a", encoding="utf-8") as file:  # one write: several workers may write
@@ -148,15 +148,16 @@ def read(results: str | os.PathLike[str], names: Collection[str] | None = None) 
             points.append(from_json(archive.read_text(file)))
         except (ValueError, OSError) as error:
             strange.append(f"{file.name} ({' '.join(str(error).split())[:80]})")
-    points = quality.attach(points, quality.read(results)) if points else []
     more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
     folder = Path(results) / RUNS
-    return in_order(points), [f"no points in {folder}: {', '.join(strange[:3])}{more}; left alone"] if strange else []
+    warnings = [f"no points in {folder}: {', '.join(strange[:3])}{more}; left alone"] if strange else []
+    return in_order(with_quality(results, points)), warnings
 
 
-def with_quality(results: str | os.PathLike[str], point: Point) -> Point:
-    """A point with what the folder knows of its arm's quality."""
-    return quality.attach([point], quality.read(results))[0]
+def with_quality(results: str | os.PathLike[str], points: Sequence[Point]) -> list[Point]:
+    """Points with what the folder knows of the quality of their arms."""
+    book = quality.read(results)
+    return [replace(point, quality=book.columns(point.arm_key, point.key)) for point in points]
 
 
 def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> Path:

@@ -74,27 +74,17 @@ def summary(requests: Iterable[RequestTimes]) -> dict[str, float]:
     return columns
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a request must keep to be counted as good, in milliseconds; None asks for nothing."""
+def goodput(
+    requests: Iterable[RequestTimes], seconds: float, ttft_limit: float | None = None, tpot_limit: float | None = None
+) -> float:
+    """Requests a second within both limits (milliseconds), as `vllm bench serve --goodput` counts them. A request of
+    one token has no TPOT, and keeps any limit of it."""
 
-    ttft: float | None = None
-    tpot: float | None = None
-
-    @property
-    def any(self) -> bool:
-        """Whether anything is asked for."""
-        return any(limit is not None for limit in (self.ttft, self.tpot))
-
-    def kept(self, request: RequestTimes) -> bool:
-        """Whether a request is within all limits. A request of one token has no TPOT, and keeps any limit of it."""
-        pairs = ((self.ttft, ttft(request)), (self.tpot, tpot(request)))
+    def kept(request: RequestTimes) -> bool:
+        pairs = ((ttft_limit, ttft(request)), (tpot_limit, tpot(request)))
         return all(limit is None or value is None or 1000 * value <= limit for limit, value in pairs)
 
-
-def goodput(requests: Iterable[RequestTimes], seconds: float, limits: Limits) -> float:
-    """Requests a second that keep the limits, as `vllm bench serve --goodput` counts them."""
-    return sum(map(limits.kept, requests)) / seconds
+    return sum(map(kept, requests)) / seconds
 
 
 def windows(requests: Iterable[RequestTimes], seconds: float) -> list[dict[str, float]]:

@@ -42,13 +42,10 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What an arm was compared with, complete enough to check it without the baseline's own file.
-
-    baseline: id of the baseline's point. key: its run key. reused: it was measured by an earlier command. tok_s: of its
-    repeats; empty where they were not kept. speedup: median over median, in the interval low..high (None where repeats
-    were not kept). perplexity: the baseline's. identical: outputs equal to its, token for token, of `outputs`; None
-    where acceptance was set, which makes its own text.
-    """
+    """What an arm was compared with. baseline, key: id and run key of the baseline's point. reused: it was measured by
+    an earlier command. tok_s: of its repeats; empty where they were not kept. speedup: median over median, in the
+    interval low..high (None without repeats). perplexity: the baseline's. identical: outputs equal to its, token for
+    token, of `outputs`; None where acceptance was set, which makes its own text."""
 
     baseline: str
     key: str
@@ -64,12 +61,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one arm did on a live engine.
-
-    outputs: a digest of each request's output tokens in the last repeat, "" for a prompt of a load test that was not
-    answered. engine: facts of the engine by the names of a row's columns, and `step_bytes`. perplexity: None where it
-    was not asked for. seconds: that measuring took, warm-up and perplexity included.
-    """
+    """What one arm did on a live engine. outputs: a digest of each request's output tokens in the last repeat, "" for a
+    prompt of a load test that was not answered. engine: facts by the names of a row's columns, and `step_bytes`.
+    perplexity: None where it was not asked for. seconds: that measuring took, warm-up and perplexity included."""
 
     repeats: tuple[Repeat, ...]
     outputs: tuple[str, ...] = ()
@@ -90,10 +84,9 @@ class Point:
 
     id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
     start_seconds: that starting its engine took, without a process's first import of vLLM. arm: what was measured, by
-    the names of a row's columns. figures: of a point whose raw values were not kept, the columns of both tables that
-    were, and its drafting summary. arm_key: names the arm, whatever the workload (`Keys.arm`); None in files from
-    before there was one. quality: columns that `quality.attach` found for the arm; no part of the file, for they are
-    found later.
+    the names of a row's columns. figures: of a point whose raw values were not kept, the columns that were, and its
+    drafting summary. arm_key: `Keys.arm`; None in older files. quality: what is known of the arm (`Book.columns`),
+    which is found later and no part of the file.
     """
 
     id: str
@@ -143,11 +136,6 @@ KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")
 """The sections of a file."""
 
 
-def point_id(key: str, run_id: str) -> str:
-    """The name of the point that a command measured under a key."""
-    return f"{key}-{run_id}"
-
-
 def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool) -> Comparison:
     """Put a measurement beside the baseline that was measured for it. real_text: whether the outputs can be the
     baseline's at all (acceptance was not set)."""
@@ -188,9 +176,11 @@ def to_json(point: Point) -> str:
     """The text of a point's file."""
     document = {"format": FORMAT} | {name: getattr(point, name) for name in KEPT}
     document["compared_with"] = point.compared_with and asdict(point.compared_with)
-    document["repeats"] = [_repeat_to_plain(repeat) for repeat in point.repeats]
-    lines = ",\n ".join(f"{json.dumps(name)}: {_json(value)}" for name, value in document.items())
-    return f"{{{lines}}}\n"
+    document["repeats"] = [*map(_repeat_to_plain, point.repeats)]
+    lines = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in document.items()]
+    text = "{" + ",\n ".join(lines) + "}\n"
+    # A file name that is no UTF-8 has surrogates in Python. JSON can escape them; UTF-8 cannot hold them.
+    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def from_json(text: str) -> Point:
@@ -209,12 +199,6 @@ def from_json(text: str) -> Point:
         return Point(**sections)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"it is no point: {error}") from error
-
-
-def _json(value: Any) -> str:
-    # A file name that is no UTF-8 has surrogates in Python. JSON can escape them; UTF-8 cannot hold them.
-    text = json.dumps(value, ensure_ascii=False)
-    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _repeat_to_plain(repeat: Repeat) -> dict[str, Any]:

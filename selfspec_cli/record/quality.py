@@ -1,17 +1,16 @@
 """What was found about the quality of an arm's output: perplexities, evaluations and the verdict of `selfspec verify`.
 
-One finding, one file `results/quality/<kind>-<arm key>-<run>.json`, written once. An arm is a method with its settings
-on one model, engine and machine, whatever the workload (`config.keys.Keys.arm`), so the newest findings of an arm are
-columns of every row that was measured of it. Verdicts are documents of their own, `verify/<key>-<run>.json`, and name
-an arm or the key of one point.
+One finding, one file `results/quality/<kind>-<arm key>-<run>.json`. The newest findings of an arm (`Keys.arm`) are
+columns of every row that was measured of it. A verdict is a file `verify/<key>-<run>.json`, and names an arm or the key
+of one point.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
 from selfspec_cli.record import archive
 from selfspec_cli.record.intervals import Interval, perplexity_interval
-from selfspec_cli.record.point import Point
 
 FOLDER, VERDICTS = "quality", "verify"
 TEXT, GENERATED, EVAL = "text", "generated", "eval"
@@ -119,10 +117,8 @@ class Book:
 
     def columns(self, arm_key: str | None, key: str) -> dict[str, Any]:
         """What is known of an arm, by the names of a row's columns. key: of the point, which a verdict may name."""
-        values: dict[str, Any] = {}
         verdict = self.verdicts.get(arm_key or "") or self.verdicts.get(key)
-        if verdict is not None:
-            values["verdict"] = str(verdict["verdict"])
+        values: dict[str, Any] = {} if verdict is None else {"verdict": str(verdict["verdict"])}
         for kind in PROTOCOLS:
             if (finding := self.findings.get((kind, arm_key or ""))) is not None:
                 values |= _columns(finding)
@@ -138,11 +134,6 @@ def read(results: str | os.PathLike[str]) -> Book:
         if "verdict" in data and data.get("planted") in (None, "all"):
             book.verdicts |= {str(data[name]): data for name in ("arm_key", "key") if data.get(name)}
     return book
-
-
-def attach(points: Iterable[Point], book: Book) -> list[Point]:
-    """Points with what is known of their arms."""
-    return [replace(point, quality=book.columns(point.arm_key, point.key)) for point in points]
 
 
 PROTOCOLS = {TEXT: "ppl_protocol", GENERATED: "generated_protocol", EVAL: "scores_protocol"}

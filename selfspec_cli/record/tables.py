@@ -87,9 +87,8 @@ def row(point: Point) -> Record:
         model_fingerprint=point.digests.get("model"),
         point=point.id,
     )
-    against = point.compared_with
-    if against is not None:
-        record = replace(record, baseline=against.baseline)
+    if point.compared_with is not None:
+        record = replace(record, baseline=point.compared_with.baseline)
     if point.figures is not None:
         record = replace(record, **{name: point.figures[name] for name in header(Record) if name in point.figures})
     elif point.ok:
@@ -182,9 +181,9 @@ def _of_load(point: Point) -> dict[str, Any]:
     if not point.repeats:
         return values
     values["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
-    limits = latency.Limits(point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms"))
-    if limits.any:
-        values["goodput"] = median([latency.goodput(one.requests, one.seconds, limits) for one in point.repeats])
+    limits = point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms")
+    if any(limits):
+        values["goodput"] = median([latency.goodput(one.requests, one.seconds, *limits) for one in point.repeats])
     return values
 
 

@@ -12,8 +12,8 @@ from selfspec_cli.config.dumped import in_todays_words
 from selfspec_cli.config.schema import ConfigError, RunConfig, flat, to_plain
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.record import archive, folder, query, tables
-from selfspec_cli.record.columns import Record, known
+from selfspec_cli.record import archive, folder, tables
+from selfspec_cli.record.columns import Record, chosen, known
 from selfspec_cli.record.intervals import Interval, overlap, speedup_interval
 from selfspec_cli.record.point import Point
 from selfspec_cli.report import Format, sources
@@ -125,7 +125,7 @@ def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = 
     for word in words:
         points, doubts = resolve(word, results)
         warnings += doubts
-        by_id = {row.point: row for row in query.chosen(map(tables.row, points), where)}
+        by_id = {row.point: row for row in chosen(map(tables.row, points), where)}
         sides.append({point.id: (point, by_id[point.id]) for point in points if point.ok and point.id in by_id})
     comparison = between(words, [*sides[0].values()], [*sides[1].values()])
     return replace(comparison, warnings=warnings)

@@ -26,7 +26,7 @@ def run(
 ) -> tuple[Sources, Path, list[Path]]:
     """Read the points of `results`, or of all folders below it, and write the page to `out`: what was read, the page,
     and the files of figures. Raises ConfigError where there are no points, or `out` cannot be written. where:
-    conditions that rows must meet, see `record.query`. files: write each figure as SVG and PNG too."""
+    conditions that rows must meet, see `record.columns`. files: write each figure as SVG and PNG too."""
     found = sources.read(results, where)
     if archive.inside(out) is not None:
         raise ConfigError(f"{out} is an archive, which is only read; name a folder for the page: --out FOLDER")

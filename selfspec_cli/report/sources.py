@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, folder, profiles, query, tables
-from selfspec_cli.record.columns import AcceptRow, Record
+from selfspec_cli.record import archive, folder, profiles, tables
+from selfspec_cli.record.columns import AcceptRow, Record, chosen
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
 from selfspec_cli.stages.check.verdict import history
@@ -41,8 +41,8 @@ class Sources:
 def of_points(points: Sequence[Point], where: Sequence[str] = ()) -> Sources:
     """The rows and targets of points in memory that meet the conditions of `where`, and of their baselines."""
     rows = [*map(tables.row, points)]
-    chosen = query.chosen(rows, where)
-    names = {row.point for row in chosen} | {row.baseline for row in chosen}
+    shown = chosen(rows, where)
+    names = {row.point for row in shown} | {row.baseline for row in shown}
     kept = [point for point in points if point.id in names]
     rows = [row for row in rows if row.point in names]
     return Sources(kept, rows, [*map(tables.accept_row, kept)], targets_of(kept))

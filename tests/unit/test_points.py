@@ -11,7 +11,7 @@ from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.record import columns, tables
 from selfspec_cli.record.intervals import overlap, speedup_interval
-from selfspec_cli.record.latency import Limits, RequestTimes, goodput, windows
+from selfspec_cli.record.latency import RequestTimes, goodput, windows
 from selfspec_cli.record.point import Measurement, Repeat, compare, from_json, output_digests, to_json
 from selfspec_cli.report.figures import under_load
 from selfspec_cli.report.rows import group_title
@@ -209,9 +209,9 @@ def request(sent, first, last, tokens=5, outputs=3):
 def test_goodput_counts_requests_within_every_limit_and_no_others():
     # TTFT 100, 300, 100 ms; TPOT 100, 100, 300 ms; end to end 500, 700, 1300 ms
     some = [request(0, 0.1, 0.5), request(0, 0.3, 0.7), request(0, 0.1, 1.3)]
-    limits = (Limits(ttft=200), Limits(tpot=200), Limits(ttft=200, tpot=200), Limits(ttft=1000, tpot=1000))
-    assert [goodput(some, 2.0, limit) for limit in limits] == [1.0, 1.0, 0.5, 1.5]
-    assert goodput([RequestTimes(0, (0.1,), 1)], 1.0, Limits(tpot=0.001)) == 1.0  # one token has no TPOT
+    limits = ((200, None), (None, 200), (200, 200), (1000, 1000))
+    assert [goodput(some, 2.0, *pair) for pair in limits] == [1.0, 1.0, 0.5, 1.5]
+    assert goodput([RequestTimes(0, (0.1,), 1)], 1.0, tpot_limit=0.001) == 1.0  # one token has no TPOT
 
 
 def test_minutes_have_the_tokens_that_arrived_and_the_requests_that_ended_in_them():

@@ -10,7 +10,7 @@ from points import ARM, against, baseline, failed
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import columns, folder, tables
-from selfspec_cli.record.query import chosen
+from selfspec_cli.record.columns import chosen
 
 
 @pytest.fixture

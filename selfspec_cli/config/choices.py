@@ -6,7 +6,6 @@ take the place of packaged ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,11 +30,7 @@ from selfspec_cli.early_exit.knobs import Knob, options
 EXPERIMENT = "experiment"
 GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
 TUNED = "tuned"  # conf/tuned/, see config/tuned.py; no group either
-_BY_KIND: dict[str, Callable[[str], Any]] = {
-    "gate": GateConfig,
-    "launcher": lambda kind: LauncherConfig(LauncherKind(kind)),
-    "tracker": TrackerConfig,
-}
+_BY_KIND = {"gate": GateConfig, "launcher": LauncherConfig, "tracker": TrackerConfig}
 NAMED_GROUPS = ("head", *_BY_KIND)
 """Groups whose choices are names of a registry, or words of their setting `kind`, and need no file."""
 _SUFFIX = ".yaml"
@@ -104,7 +99,7 @@ def of_name(group: str, word: str) -> Any:
         if group != "head":
             if word not in _kind(group).words():
                 raise ConfigError(_kind(group).wrong_word(word, group))
-            return _BY_KIND[group](word)
+            return _BY_KIND[group](LauncherKind(word) if group == "launcher" else word)
         spec = HeadSpec.from_name(word)
     except SettingsError as error:
         files = file_choices(group)

@@ -10,10 +10,8 @@ import torch
 from exit_heads import lsq_head
 from safetensors.torch import save_file
 
-from selfspec_cli.config import digests as files
-from selfspec_cli.config import model_digest
-from selfspec_cli.config.digests import digests
-from selfspec_cli.config.keys import Keys, baseline_of, run_key
+from selfspec_cli.config import keys, model_digest
+from selfspec_cli.config.keys import Keys, baseline_of, digests, file_digest, run_key
 from selfspec_cli.config.model_digest import head_folder, model_fingerprint
 from selfspec_cli.config.schema import (
     ConfigError,
@@ -110,16 +108,16 @@ def test_dummy_weights_of_another_seed_are_another_model_whichever_comes_first(c
 @pytest.mark.slow
 def test_ten_thousand_keys_read_and_hash_what_they_share_once(cfg, monkeypatch):
     seen = []
-    read, plain = files.digests, __import__("selfspec_cli.config.keys", fromlist=["x"]).to_plain
-    monkeypatch.setattr(files, "digests", lambda one: seen.append("digests") or read(one))
-    monkeypatch.setattr("selfspec_cli.config.keys.to_plain", lambda one: seen.append("to_plain") or plain(one))
+    read, plain = keys.digests, keys.to_plain
+    monkeypatch.setattr(keys, "digests", lambda one: seen.append("digests") or read(one))
+    monkeypatch.setattr(keys, "to_plain", lambda one: seen.append("to_plain") or plain(one))
     varied = [
         replace(cfg, model=replace(cfg.model), k=1 + number % 100, gate=GateConfig("maxp"), threshold=number / 10_000)
         for number in range(10_000)
     ]
-    keys = Keys()
-    assert len({keys.run(one) for one in varied}) == 10_000
-    assert len({keys.baseline(one)[0] for one in varied}) == 1
+    of_command = Keys()
+    assert len({of_command.run(one) for one in varied}) == 10_000
+    assert len({of_command.baseline(one)[0] for one in varied}) == 1
     assert seen.count("digests") == 2  # of the points, and of their baseline
     assert seen.count("to_plain") <= 4  # model, engine, workload, head
 
@@ -129,14 +127,14 @@ def test_a_file_is_read_again_only_when_it_changed(tmp_path, monkeypatch):
     file.write_text("one")
     reads = []
     opened = open
-    monkeypatch.setattr(files, "open", lambda *words: reads.append(words[0]) or opened(*words), raising=False)
-    first = files.file_digest(file)
-    assert files.file_digest(file) == first
+    monkeypatch.setattr(keys, "open", lambda *words: reads.append(words[0]) or opened(*words), raising=False)
+    first = file_digest(file)
+    assert file_digest(file) == first
     assert len(reads) == 1
     os.utime(file, ns=(1, 1))
-    assert files.file_digest(file) == first
+    assert file_digest(file) == first
     assert len(reads) == 2
-    assert files.file_digest(tmp_path / "gone") is None
+    assert file_digest(tmp_path / "gone") is None
 
 
 # ---- fingerprints of models ----

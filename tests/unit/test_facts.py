@@ -190,9 +190,11 @@ def test_one_gpu_of_eight_is_one_gpu(machine_with_gpus, monkeypatch):
     ("wanted", "shown"),
     [(None, "abc"), ("1", "b"), ("2,0", "ca"), ("GPU-b", "b"), ("GPU-b2,0", "ba"), ("0,7,1", "a"), ("GPU-x", "")],
 )
-def test_cuda_visible_devices_is_read_as_cuda_reads_it(wanted, shown):
-    cards = [("GPU-a1", "a"), ("GPU-b2", "b"), ("GPU-c3", "c")]
-    assert "".join(machine.visible(cards, wanted)) == shown
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(wanted, shown, machine_with_gpus, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: [("GPU-a1", "a"), ("GPU-b2", "b"), ("GPU-c3", "c")])
+    if wanted is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+    assert "".join(machine.visible_gpus()) == shown
 
 
 def test_the_device_and_the_versions_are_part_of_a_key(monkeypatch):

@@ -41,7 +41,7 @@ from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.config.validation import refuse_names_of_other_gates, validate, validate_command
 from selfspec_cli.config.words import Word, is_free_form, parse
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.early_exit.knobs import Option, refusal
+from selfspec_cli.early_exit.knobs import refusal
 
 _ROOT = "selfspec_run"
 _COMPOSED: dict[str, _Composed] = {}
@@ -186,19 +186,16 @@ def _converted(word: Word, value: Any) -> Any:
     except OmegaConfBaseException as error:
         if option.knob.words():
             raise ConfigError(refusal(option, value)) from error
-        raise ConfigError(f"{word.typed}: {_no_number(option, value) or first_line(error)}") from error
+        reason = first_line(error)
+        if option.is_number:
+            kind = "whole number" if int in (option.type, *get_args(option.type)) else "number"
+            allowed = f" ({option.knob.allowed()})" if option.knob.allowed() else ""
+            forms = f"a {kind}{allowed}, or several as a,b,c or range(start, stop, step)"
+            reason = f"{value!r} is no {kind}; allowed: {forms}"
+        raise ConfigError(f"{word.typed}: {reason}") from error
     if OmegaConf.is_config(found):
         raise ConfigError(f"{word.typed}: {word.key} takes one value, not a list or a mapping")
     return found
-
-
-def _no_number(option: Option, value: Any) -> str:
-    """Why a value is none for a setting of numbers, and what is one; empty for a setting of another type."""
-    if not option.is_number:
-        return ""
-    kind = "whole number" if int in (option.type, *get_args(option.type)) else "number"
-    allowed = f" ({option.knob.allowed()})" if option.knob.allowed() else ""
-    return f"{value!r} is no {kind}; allowed: a {kind}{allowed}, or several as a,b,c or range(start, stop, step)"
 
 
 @cache

@@ -4,7 +4,7 @@
     Hugging Face id    the id and the commit of its snapshot in the local cache; before it is downloaded, the revision
     dummy weights      config.json and the seed that vLLM draws the weights from
 
-`hf_overrides` are part of every one of them, for they replace entries of config.json. No network is asked.
+`hf_overrides` replace entries of config.json, so they are part of all. No network is asked.
 """
 
 import hashlib
@@ -34,13 +34,9 @@ def model_fingerprint(cfg: RunConfig) -> str:
     """Sixteen hex digits that name the weights of `cfg`; equal for equal content wherever it is stored. Weights are
     sampled: a change that leaves every sampled block of a tensor larger than 64 KiB as it was is not seen; no
     fine-tuning does that. Raises ConfigError where the model's folder cannot be read."""
-    model = cfg.model
-    place = paths.model_path(model)
-    folder = Path(place).expanduser()
-    dummy = model.load_format == "dummy"
-    facts: dict[str, object] = {"overrides": model.hf_overrides}
-    if dummy:
-        facts["seed"] = cfg.seed
+    model, dummy = cfg.model, cfg.model.load_format == "dummy"
+    folder = Path(paths.model_path(model)).expanduser()
+    facts: dict[str, object] = {"overrides": model.hf_overrides} | ({"seed": cfg.seed} if dummy else {})
     if not folder.is_dir():
         file = paths.in_hub_cache(model, "config.json")  # its folder has the name of the commit
         facts["hub"] = [model.path, model.revision or "main" if file is None else file.parent.name]
@@ -105,7 +101,7 @@ def _config(path: Path) -> bytes:
     try:
         content = json.loads(raw)
     except ValueError:
-        return raw  # a name for what is there, right or wrong; who loads the model says what is wrong with it
+        return raw  # who loads the model says what is wrong with it
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if key not in _ABOUT_THE_FILE}
     return json.dumps(content, sort_keys=True).encode()

@@ -1,11 +1,10 @@
 """Questions for chat models, asked through the model's own chat template: general ones, coding tasks, edits of code,
 questions about whole files.
 
-A draft is good if it agrees with the model itself, so acceptance is measured on a model's own answers to the kind of
-prompt that it serves. The questions ask for long answers, because end-of-text is ignored while measuring, and text
-after it is no answer. General questions and coding tasks were written for this project. An edit asks for a function of
-the held-out standard library with one change, so most of the answer repeats the prompt. A question about files follows
-as much of the held-out standard library as the prompt has room for.
+The questions ask for long answers, because end-of-text is ignored while measuring, and text after it is no answer.
+General questions and coding tasks were written for this project. An edit asks for a function of the held-out standard
+library with one change, so most of the answer repeats the prompt. A question about files follows as much of the
+held-out standard library as the prompt has room for.
 """
 
 from __future__ import annotations

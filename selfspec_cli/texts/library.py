@@ -117,15 +117,12 @@ def named_like_held_out(path: Path) -> bool:
     return any(path.parts[-len(tail) :] == tail for tail in _HELD_OUT_TAILS)
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-
-
 def _windows(text: str) -> list[bytes]:
     """Return digests of all runs of WINDOW_LINES non-blank lines, whitespace-normalised, and last of the whole text."""
     lines = [line for line in (" ".join(raw.split()) for raw in text.splitlines()) if line]
     runs = ("\n".join(lines[i : i + WINDOW_LINES]) for i in range(len(lines) - WINDOW_LINES + 1))
-    return [_digest(run) for run in runs if len(run) >= MIN_WINDOW_CHARS] + [_digest("\n".join(lines))]
+    texts = [*(run for run in runs if len(run) >= MIN_WINDOW_CHARS), "\n".join(lines)]
+    return [hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest() for text in texts]
 
 
 def fingerprints(texts: Iterable[str]) -> set[bytes]:
@@ -142,11 +139,7 @@ def is_contaminated(text: str, fingerprints: set[bytes]) -> bool:
 
 
 def token_windows(
-    encode: Callable[[str], list[int]],
-    texts: list[tuple[str, str]],
-    length: int,
-    count: int,
-    seed: int,
+    encode: Callable[[str], list[int]], texts: list[tuple[str, str]], length: int, count: int, seed: int
 ) -> list[list[int]]:
     """Draw `count` windows of exactly `length` token ids from (name, text) pairs, the same ones for the same seed.
 
@@ -199,13 +192,12 @@ def leading_tokens(encode: Callable[[str], list[int]], text: str, most: int, sta
 
 
 def rolling(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, scored, end) of windows over a document of `length` tokens.
+    """Yield (start, scored, end) of windows of at most `window` tokens over a document of `length` tokens.
 
-    Tokens scored..end-1 are predicted from all tokens of the window before them, at least start..scored-1. The first
-    window scores all its tokens except the document's first. Each later window scores the next `stride` tokens (the
-    last window the remaining ones), so every token has at least `window - stride` tokens of context, or all that exist.
-    Windows hold at most `window` tokens. `stride = window - 1` is the rolling log-likelihood of lm-evaluation-harness,
-    with one token of context between two windows. Raises ValueError for a stride that is not in 1..window-1.
+    Tokens scored..end-1 are predicted from start..scored-1 and those before them. The first window scores all its
+    tokens but the document's first, each later one the next `stride` tokens, so every token has at least `window -
+    stride` tokens of context, or all that exist. `stride = window - 1` is the rolling log-likelihood of
+    lm-evaluation-harness. Raises ValueError for a stride that is not in 1..window-1.
     """
     if not 1 <= stride < window:
         raise ValueError(

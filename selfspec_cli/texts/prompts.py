@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.texts import chat, library, prompt_files, tool_calls
+from selfspec_cli.texts import chat, library, prompt_files
 from selfspec_cli.texts.prompt_files import Prompt
 
 Turn = list[int] | Callable[[Sequence[list[int]]], list[int]]
@@ -50,12 +50,10 @@ class Tokens:
     def chat(
         self, question: str | Sequence[str], tools: Sequence[Mapping[str, Any]] = (), system: str = ""
     ) -> list[int]:
-        """A user's question -> the token ids of a prompt, by the model's own chat template, or ConfigError where it has
-        none; or user and model in turn, of which the user begins and ends.
-
-        tools: functions that the model may call; in words in the system message if the template passes over them.
-        system: the system message; a template that refuses one has it at the beginning of the user's first turn.
-        """
+        """The token ids of a user's question, or of what user and model said in turn, by the model's chat template;
+        raises ConfigError where it has none. tools: functions that the model may call; in words in the system message
+        if the template passes over them. system: the system message; a template that refuses one has it before the
+        question."""
         if not self.has_template:
             raise ConfigError(chat.no_template(self.cfg.model.name))
         said = [question] if isinstance(question, str) else question
@@ -64,7 +62,7 @@ class Tokens:
             text = self._templated(messages, system, tools=list(tools))
             if text != self._templated(messages, system):  # else the template passes over functions
                 return self.encode(text)
-        return self.encode(self._templated(messages, tool_calls.in_words(tools, system)))
+        return self.encode(self._templated(messages, prompt_files.in_words(tools, system)))
 
     def _templated(self, messages: list[dict[str, str]], system: str, **more: Any) -> str:
         from jinja2 import TemplateError

@@ -79,7 +79,7 @@ def _questions(seed: int, ask: Ask) -> list[Question]:
 def _module(draw: random.Random, text: str, ask: Ask) -> Iterator[Question]:
     lines = [line.rstrip() for line in text.splitlines()]
     alike: dict[int, list[str]] = {}
-    for line in sorted({line for line in lines if _is_code(line)}):
+    for line in sorted(filter(_is_code, set(lines))):
         alike.setdefault(_indent(line), []).append(line)
     places = [at for at in range(CONTEXT_LINES, len(lines)) if _is_code(lines[at])]
     draw.shuffle(places)

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from selfspec_cli import load_patterns
 from selfspec_cli.config import machine, speculative
 from selfspec_cli.config.facts import device_of, exit_layer
-from selfspec_cli.config.head_files import full_head
-from selfspec_cli.config.model_digest import head_folder, model_fingerprint
+from selfspec_cli.config.model_files import full_head, head_folder, model_fingerprint
 from selfspec_cli.config.paths import model_path, prompts_file
 from selfspec_cli.config.schema import (
     EARLY_EXIT,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from selfspec_cli.config import paths
 from selfspec_cli.config.choices import TUNED, conf_dirs, file_choices
-from selfspec_cli.config.model_digest import SHORT, folder_name, model_fingerprint, safe_name
+from selfspec_cli.config.model_files import SHORT, folder_name, model_fingerprint, safe_name
 from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, gate_threshold
 from selfspec_cli.early_exit.errors import closest, nearest
 from selfspec_cli.early_exit.settings import arm_settings

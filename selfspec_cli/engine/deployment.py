@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.facts import device_of
-from selfspec_cli.config.model_digest import folder_name
+from selfspec_cli.config.model_files import folder_name
 from selfspec_cli.config.schema import RunConfig, dump
 from selfspec_cli.engine.arguments import llm_arguments, runner_variables
 from selfspec_cli.vllm_plugin import releases

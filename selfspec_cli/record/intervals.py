@@ -12,7 +12,6 @@ from typing import Any
 
 LEVEL = 0.95
 RESAMPLES = 4999
-FEWER = 999  # of thousands of values each, while a gateway serves
 SEED = 0  # the same repeats have the same interval, whenever it is worked out
 
 Interval = tuple[float, float]
@@ -73,24 +72,3 @@ def _bootstrap(statistic: Callable[..., Any], sides: tuple[tuple[float, ...], ..
         random_state=SEED,
     ).confidence_interval
     return float(interval.low), float(interval.high)
-
-
-@lru_cache(maxsize=64)
-def mean_ratio_interval(above: tuple[float, ...], below: tuple[float, ...]) -> Interval | None:
-    """The 95 % interval of mean(above) / mean(below), each side resampled by itself; None where one side has fewer than
-    two values, or the values below are all 0."""
-    if min(len(above), len(below)) < 2 or not any(below):
-        return None
-    import numpy
-
-    draw = numpy.random.default_rng(SEED)
-
-    def means(values: tuple[float, ...]) -> Any:
-        side = numpy.asarray(values)  # a resample at a time: thousands of values times thousands of resamples are large
-        return numpy.array([side[draw.integers(0, len(side), len(side))].mean() for _ in range(FEWER)])
-
-    with numpy.errstate(divide="ignore"):
-        ratios = means(above) / means(below)
-    half = 50 * (1 - LEVEL)
-    low, high = numpy.percentile(ratios, [half, 100 - half], method="nearest")  # a ratio may be infinite
-    return float(low), float(high)

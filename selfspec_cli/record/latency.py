@@ -9,6 +9,7 @@ there. Of a request of one token there is no TPOT and no ITL.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 QUANTILES = (50, 90, 99)  # per cent
 WINDOW = 60.0  # seconds of one window of a long run
@@ -105,3 +106,34 @@ def windows(requests: Iterable[RequestTimes], seconds: float) -> list[dict[str, 
         tails = {name: quantiles(values) for name, values in by_name(some).items() if name in ("ttft", "tpot")}
         found.append({"tok_s": arrived / WINDOW} | {name: tail[-1] for name, tail in tails.items() if tail is not None})
     return found
+
+
+ALL = "all"
+Request = tuple[str, RequestTimes, Sequence[int]]
+"""The category of a request, its times, and the tokens of each of its outputs (empty if they are not known)."""
+
+
+def by_category(runs: Sequence[Sequence[Request]]) -> dict[str, dict[str, Any]]:
+    """Figures of each category, by name, and of ALL requests.
+
+    Returns:
+        requests: of all runs. tok_s: tokens a second of a request, one value a run (tokens of all requests over the
+        sum of their times). Medians and percentiles of latency in milliseconds (`summary`). Where the tokens of
+        outputs are known: steps after the first output, and accepted_at, how many of them kept at least 1, 2, ...
+        drafts.
+    """
+    names = sorted({category for run in runs for category, _, _ in run})
+    found = {}
+    for name in [*names, ALL]:
+        parts = [[one for one in run if name in (one[0], ALL)] for run in runs]
+        everything = [times for part in parts for _, times, _ in part]
+        figures: dict[str, Any] = {"requests": len(everything), "tok_s": [_tok_s(part) for part in parts if part]}
+        if sizes := [size for part in parts for _, _, outputs in part for size in outputs[1:]]:
+            accepted_at = [sum(size > place for size in sizes) for place in range(1, max(sizes))]
+            figures |= {"steps": len(sizes), "accepted_at": accepted_at}
+        found[name or "none"] = figures | summary(everything)
+    return found
+
+
+def _tok_s(requests: Sequence[Request]) -> float:
+    return sum(times.tokens for _, times, _ in requests) / sum(end_to_end(times) for _, times, _ in requests)

@@ -1,8 +1,8 @@
-"""Points as rows: what each column of `record.columns` holds for a point. Everything here is pure."""
+"""Points as rows: what each column of `record.columns` holds for a point, and what each category of its prompts has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,7 @@ from selfspec_cli.early_exit.settings import OPTIONS, arm_settings
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import latency
 from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header, known
+from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import FAILED, OK, Point, control
 
 
@@ -243,3 +244,37 @@ def searched(point: Point, row: Record) -> str | None:
 def asked(row: Record) -> str:
     """How much is asked of an engine at once, in words."""
     return f"batch {row.batch}" if row.arrivals is None else load_patterns.label(row)
+
+
+def category_rows(points: Iterable[Point]) -> Iterator[dict[str, Any]]:
+    """Every category of every point that has some, as a row.
+
+    point: its id. category, requests, tpot_ms. tok_s: median of the runs. speedup, low, high: over the baseline's
+    tok_s of the same category, with the 95 % interval; None without a baseline among the points. tok_step: tokens that
+    a step yields. accepted: share of the steps that kept the first draft, the first two, ...
+    """
+    by_id = {point.id: point for point in points}
+    for point in by_id.values():
+        base = by_id.get(point.compared_with.baseline) if point.compared_with is not None else None
+        theirs = {} if base is None else base.engine.get("categories") or {}
+        for name, ours in (point.engine.get("categories") or {}).items():
+            yield {"point": point.id, "category": name} | _compared(ours, theirs.get(name) or {})
+
+
+def _compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    speeds, others = ours.get("tok_s") or [], theirs.get("tok_s") or []
+    speedup, (low, high) = None, (None, None)
+    if speeds and others:
+        speedup = median(speeds) / median(others)
+        low, high = speedup_interval(speeds, others) or (None, None)
+    steps, accepted_at = ours.get("steps"), ours.get("accepted_at") or []
+    return {
+        "requests": ours["requests"],
+        "tok_s": median(speeds) if speeds else None,
+        "speedup": speedup,
+        "low": low,
+        "high": high,
+        "tok_step": 1 + sum(accepted_at) / steps if steps else None,
+        "accepted": [count / steps for count in accepted_at] if steps else [],
+        "tpot_ms": ours.get("tpot_ms"),
+    }

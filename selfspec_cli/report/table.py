@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import categories, columns
+from selfspec_cli.record import columns, tables
 from selfspec_cli.record.columns import Record, Summary, disturbed, plain
 from selfspec_cli.record.point import OK, Point
 from selfspec_cli.record.targets import Target, less_is_better
@@ -192,13 +192,13 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 def _document(sources: Sources) -> dict[str, Any]:
     """The report as JSON: what was found, rows, targets, provenance. What was not measured is null."""
     together = groups(sources.rows)
-    tables = []
+    groups_ = []
     for group in together:
         about = {"title": group.title, "machine": group.rows[0].device, "found": group.headline}
-        tables.append(about | {"points": [row.point for row in group.rows]})
+        groups_.append(about | {"points": [row.point for row in group.rows]})
     return {
         "found": overview(together),
-        "tables": tables,
+        "tables": groups_,
         "rows": [plain(row) for row in sources.rows],
         "targets": [asdict(target) for target in sources.targets],
         "provenance": provenance(sources.points),
@@ -238,11 +238,11 @@ POSITIONS = 4  # of a draft, of which a table shows how often it was kept; the f
 
 
 def _of_categories(sources: Sources) -> list[dict[str, Any]]:
-    """Every category of every point: what its row says of the arm and the load, and `categories.rows`; raises
+    """Every category of every point: what its row says of the arm and the load, and `tables.category_rows`; raises
     ConfigError where no point has any."""
     by_point = {row.point: row for row in sources.rows}
     lines = []
-    for line in categories.rows(sources.points):
+    for line in tables.category_rows(sources.points):
         row = by_point[line["point"]]
         about = {name: getattr(row, name) for name in ("model", "workload", "batch", "clients", "rate", "device")}
         lines.append({"arm": label(row)} | about | line)
@@ -259,7 +259,7 @@ def matrices(sources: Sources) -> list[tuple[str, list[str], list[list[str]], li
     of each letter; raises ConfigError."""
     lines = {(line["point"], line["category"]): line for line in _of_categories(sources)}
     with_categories = {point for point, _ in lines}
-    tables = []
+    matrices_ = []
     for group in groups(sources.rows):
         rows = [row for row in group.rows if row.point in with_categories]  # the baseline's is the first
         if not rows:
@@ -275,8 +275,8 @@ def matrices(sources: Sources) -> list[tuple[str, list[str], list[list[str]], li
             counts = ["" if (count := plain.get(key)) is None else f"{count:,.0f}" for key in ("requests", "tok_s")]
             body.append([name, *counts, *(cell for row in arms for cell in _cells(lines.get((row.point, name))))])
         notes = [f"{letter}: {label(row)}".strip(" :") for letter, row in lettered]
-        tables.append((f"{group.title}, {group.rows[0].device}", head, body, notes))
-    return tables
+        matrices_.append((f"{group.title}, {group.rows[0].device}", head, body, notes))
+    return matrices_
 
 
 def _cells(line: dict[str, Any] | None) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from selfspec_cli.config import machine, paths
 from selfspec_cli.config.facts import device_of, engine_name
-from selfspec_cli.config.model_digest import WEIGHT_FILES
+from selfspec_cli.config.model_files import WEIGHT_FILES
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.extras import install
 from selfspec_cli.stages import preflight

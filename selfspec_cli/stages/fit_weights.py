@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from selfspec_cli.config import machine
-from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.model_files import head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.engine.live import OpenEngine

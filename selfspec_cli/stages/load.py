@@ -24,7 +24,7 @@ from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
 from selfspec_cli.load_patterns.trace import PATTERN, Request, asked_requests, is_trace
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import categories, latency
+from selfspec_cli.record import latency
 from selfspec_cli.record.point import Measurement, Repeat, median
 from selfspec_cli.texts import library, prompt_files
 from selfspec_cli.texts.prompts import check_length, file_prompts, workload_prompts
@@ -265,7 +265,7 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
         "cut_requests": prompts.cut,
     }
     if kinds := prompts.categories:
-        facts["categories"] = categories.measured(
+        facts["categories"] = latency.by_category(
             [
                 [(kinds[one.number % len(kinds)], times, ()) for one, times in zip(run.good, run.times(), strict=True)]
                 for run in runs

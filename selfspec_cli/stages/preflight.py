@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli.config import head_files, speculative
+from selfspec_cli.config import model_files, speculative
 from selfspec_cli.config.facts import (
     config_document,
     config_file,
@@ -63,7 +63,7 @@ def check(cfg: RunConfig, *, served: bool = False) -> None:
     if not served:
         check_requests(cfg)
     if cfg.method in EARLY_EXIT and (layer := exit_layer(cfg)) is not None:
-        head_files.check_head(cfg, layer, model_facts(cfg))
+        model_files.check_head(cfg, layer, model_facts(cfg))
 
 
 def check_model(cfg: RunConfig) -> None:
@@ -235,7 +235,7 @@ def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
     if layer is None or cfg.gate.kind == "none":
         return None
     try:
-        file = head_files.full_head(cfg, layer)
+        file = model_files.full_head(cfg, layer)
     except ConfigError:  # `check` says what is wrong with the head
         return None
     return None if file is None else (cfg.gate.kind, file)

@@ -11,7 +11,7 @@ import yaml
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli import interrupts
-from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.model_files import head_folder
 from selfspec_cli.config.schema import GateConfig, HeadConfig, RunConfig, Runner, WorkloadConfig
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts

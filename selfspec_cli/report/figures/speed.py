@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from selfspec_cli.record import categories, tables
+from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.profiles import PARTS, Profile
@@ -107,7 +107,7 @@ OF_CATEGORY = ("speedup", "low", "high", "accepted", "tok_step", "requests", "tp
 def by_category(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
     """Speedup, with its interval, and acceptance of each category of prompts: a dot an arm."""
     by_point: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for line in categories.rows(points):
+    for line in tables.category_rows(points):
         if line["speedup"] is not None:
             values = line | {"accepted": next(iter(line["accepted"]), None)}  # of the first draft of a step
             numbers = {name: base.sig(values[name]) for name in OF_CATEGORY}

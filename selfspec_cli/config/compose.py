@@ -62,11 +62,9 @@ def compose_runs(
     """Every point that the overrides span, in their order, checked, without repetitions; raises ConfigError. Points
     share what they have in common: change a copy.
 
-    Args:
-        experiment: name of a file in experiments/; `experiment=NAME` among the overrides does the same.
-        overrides: Hydra overrides; they win over those of the experiment and of `tuned=MODEL`.
-        sweep: whether comma lists and ranges are allowed.
-        config: a dumped config to start from instead of the schema's defaults.
+    experiment: name of a file in experiments/, as `experiment=NAME` among the overrides. overrides: they win over those
+    of the experiment and of `tuned=MODEL`. sweep: whether lists and ranges are allowed. config: a dumped config to
+    start from instead of the schema's defaults.
     """
     base = load_config(config) if config else None
     users = parse(overrides)
@@ -98,17 +96,14 @@ def compose_runs(
 def _refuse_repeated(words: Sequence[Word]) -> None:
     first: dict[str, Word] = {}
     for word in words:
-        before = first.setdefault(word.key, word)
-        if before is word:
-            continue
-        typed = f"{before.typed} and {word.typed}"
-        if before.typed.partition("=")[0] != word.typed.partition("=")[0]:
-            raise ConfigError(f"{typed}: both are {word.key}; give one of them")
-        raise ConfigError(f"{typed}: {word.key} is given twice; give it once, and several values as a list a,b")
+        if (before := first.setdefault(word.key, word)) is not word:
+            twice = f"{word.key} is given twice; give it once, and several values as a list a,b"
+            is_other_name = before.typed.partition("=")[0] != word.typed.partition("=")[0]
+            reason = f"both are {word.key}; give one of them" if is_other_name else twice
+            raise ConfigError(f"{before.typed} and {word.typed}: {reason}")
 
 
 def _split(key: str, words: list[Word]) -> tuple[list[str], list[Word]]:
-    """The values of an override that names a file, and the other overrides."""
     names = [str(value) for word in words if word.key == key for value in word.values]
     return names, [word for word in words if word.key != key]
 

@@ -167,7 +167,6 @@ class Keys:
         return digest(facts | method_settings(cfg) | {"device": device_of(cfg)} | _seed_of_weights(cfg))
 
     def digests(self, cfg: RunConfig) -> dict[str, str]:
-        """What the files that a config names hold, see `digests`."""
         named: list[Any] = [self._part(cfg, "model"), cfg.workload.prompts, _seed_of_weights(cfg)]
         if cfg.method in EARLY_EXIT:
             named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, cfg.draft_weights_path]

@@ -51,7 +51,6 @@ def cpu() -> str:
 
 
 def describe(cards: list[str]) -> str:
-    """The GPUs in use, from their names."""
     return f"{len(cards)}x {cards[0]}" if len(cards) > 1 else cards[0] if cards else "no GPU"
 
 

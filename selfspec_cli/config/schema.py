@@ -1,10 +1,9 @@
 """The schema of one run: `DraftSettings` and the rest that a user can set, each with unit, range, help and one default.
 
-Plain dataclasses, importable in milliseconds and without Hydra: compose.py registers them as Hydra's schema, and
-everything past compose.py gets real instances of them. Rules that keep OmegaConf able to read them: not frozen, `str`
-for paths, `Enum` instead of `Literal`. An enum is for words between which this code decides, a `str` with `choices` for
-names of a registry and for words of vLLM's. An enum's member is named like its value, because OmegaConf looks members
-up by name and users type the value.
+Plain dataclasses, importable in milliseconds and without Hydra, of which compose.py makes Hydra's schema. OmegaConf
+reads them if they are not frozen, with `str` for paths and `Enum` instead of `Literal`. An enum is for words between
+which this code decides, a `str` with `choices` for names of a registry and for words of vLLM's. An enum's member is
+named like its value, because OmegaConf looks members up by name and users type the value.
 """
 
 from __future__ import annotations
@@ -177,8 +176,7 @@ class LoadConfig(PatternSettings):
     @property
     def kind(self) -> str:
         """The name of the pattern; empty where this is no load test."""
-        found = load_patterns.chosen(self)
-        return "" if found is None else found.name
+        return "" if load_patterns.chosen(self) is None else self.pattern.name
 
 
 @dataclass

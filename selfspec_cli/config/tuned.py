@@ -1,5 +1,5 @@
-"""Files of tuned settings: overrides that `selfspec tune` found for a model, and that `tuned=MODEL` puts before the
-user's own.
+"""Files of tuned settings: overrides that `selfspec tune` found for a model, which `tuned=MODEL` puts before the
+user's.
 
 A file is conf/tuned/NAME-FINGERPRINT.yaml. Two models may share a name (orgA/M and orgB/M), and one name may come to
 mean other weights, so a file is used for the model that it was made for alone.
@@ -25,8 +25,7 @@ from selfspec_cli.whole import atomic_write
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.replay import Setting
 
-_MORE = ("head_dir", "runner")
-"""Written down only if not the default, as the settings of an arm are."""
+_MORE = ("head_dir", "runner")  # written down only if not the default, as the settings of an arm are
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
 
 
 def overrides(cfg: RunConfig) -> list[str]:
-    """Return the overrides of the drafting of `cfg`, without model and workload."""
+    """The overrides of the drafting of `cfg`, without model and workload."""
     threshold, default = gate_threshold(cfg), RunConfig()
     layer, *view = DraftView.of(cfg).overrides()
     words = [layer, f"k={cfg.k}", *view]

@@ -60,11 +60,9 @@ def validate(cfg: RunConfig) -> None:
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
     """Refuse (ConfigError) what one point alone does not show: several values of what a command has one of, and
-    settings of the method that no point uses. A value that is the default asks for nothing. A baseline uses no setting,
-    which is said only where nothing else is measured.
-
-    points: all of the command. given: what was typed for each key, such as {"threshold": "tau_v=4,5,6"}.
-    """
+    settings of the method that no point uses (a baseline uses none, which is said only where nothing else is measured).
+    A value that is the default asks for nothing. given: what was typed for each key, such as {"threshold":
+    "tau_v=4,5,6"}."""
     launcher = (f"launcher.{item.name}" for item in fields(LauncherConfig))
     for key in ("results_dir", "head_dir", "tracker.kind", *launcher):
         values = dict.fromkeys(str(attrgetter(key)(cfg)) for cfg in points)
@@ -163,8 +161,7 @@ def check_weights(cfg: RunConfig, known: WeightFacts) -> None:
 
 
 def _validate_engine(cfg: RunConfig) -> None:
-    ranks = cfg.engine.extra.get("pipeline_parallel_size", 1)
-    if ranks != 1:
+    if (ranks := cfg.engine.extra.get("pipeline_parallel_size", 1)) != 1:
         raise ConfigError(
             f"engine.extra.pipeline_parallel_size={ranks}: pipeline parallelism is not supported, the draft and the "
             "target share every layer in one worker; use model.tensor_parallel_size"

@@ -210,7 +210,6 @@ def _parts(key: str, value: str) -> list[str]:
 
 
 def _text(key: str, part: str, typed: str) -> Any:
-    """One value of a setting of text."""
     if _GRAMMAR.fullmatch(part):
         return _plain(_override(f"{key}={part}", typed).value())
     return _SPECIAL.sub(r"\1", part)

@@ -174,7 +174,6 @@ def known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def header(kind: type) -> list[str]:
-    """The column names of a table, in order."""
     names = [column.name for column in fields(kind)]
     return names if "point" in names else ["key", *names, "point"]
 
@@ -185,10 +184,9 @@ def meanings(kind: type) -> dict[str, str]:
     for base in reversed(kind.__mro__[:-1]):
         name = ""
         for field_name, comment in re.findall(r"^    (\w+):|# *(.+)$", inspect.getsource(base), re.MULTILINE):
-            if field_name:
-                name, comments[field_name] = field_name, ""
-            elif name:
-                comments[name] = f"{comments[name]} {comment}".strip()
+            name = field_name or name
+            if name:
+                comments[name] = f"{comments.get(name, '')} {comment}".strip()
     return comments
 
 
@@ -204,7 +202,6 @@ def plain(row: Record) -> dict[str, Any]:
 
 
 def text(kind: type, rows: Iterable[Record | AcceptRow]) -> str:
-    """A table's file: a header, and a line for each row that has one."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter="\t" if kind is AcceptRow else ",", lineterminator="\n")
     writer.writerow(header(kind))

@@ -117,7 +117,6 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
 
 
 def _lines(points: Iterable[Point]) -> dict[str, list[Record | AcceptRow]]:
-    """The rows of each table."""
     lines: dict[str, list[Record | AcceptRow]] = {name: [] for name in TABLES}
     for point in points:
         row, accept = tables.row(point), tables.accept_row(point)

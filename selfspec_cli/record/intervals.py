@@ -36,7 +36,6 @@ def perplexity_interval(*sides: Sequence[float]) -> Interval | None:
 
 
 def overlap(one: Interval, other: Interval) -> bool:
-    """Whether two intervals have a value in common."""
     return one[0] <= other[1] and other[0] <= one[1]
 
 

@@ -117,7 +117,6 @@ class Point:
 
     @property
     def ok(self) -> bool:
-        """Whether it was measured."""
         return self.status == OK
 
     @property
@@ -173,7 +172,6 @@ def output_digests(outputs: Iterable[Sequence[int]]) -> tuple[str, ...]:
 
 
 def to_json(point: Point) -> str:
-    """The text of a point's file."""
     document = {"format": FORMAT} | {name: getattr(point, name) for name in KEPT}
     document["compared_with"] = point.compared_with and asdict(point.compared_with)
     document["repeats"] = [*map(_repeat_to_plain, point.repeats)]

@@ -59,7 +59,6 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """The stem of its file."""
         return f"{self.key}-{self.run_id}"
 
 

@@ -64,10 +64,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding about one arm.
-
-    arm_key: `Keys.arm`. arm: columns that name it. baseline: arm key of what it is compared with; None for a baseline.
-    protocol: what was asked, in plain values. found: by kind
+    """One finding about one arm. arm_key: `Keys.arm`. arm: columns that name it. baseline: arm key of what it is
+    compared with; None for a baseline. protocol: what was asked, in plain values. found: by kind
 
         text         documents (names), scores, and the baseline's scores of the same documents (baseline)
         generated    greedy and sampled, each with scores of the plain model and the baseline's of the same prompts
@@ -93,7 +91,6 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """The stem of its file."""
         return f"{self.kind}-{self.arm_key}-{self.run_id}"
 
     def scores(self, part: str | None = None, baseline: bool = False) -> Scores | None:
@@ -175,5 +172,4 @@ def arm_in_words(arm: Mapping[str, Any]) -> str:
 
 
 def in_words(protocol: Mapping[str, Any]) -> str:
-    """A protocol on one line."""
     return " ".join(f"{name}={value}" for name, value in protocol.items() if value is not None)

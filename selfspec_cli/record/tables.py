@@ -71,7 +71,6 @@ def of_arm(arm: Mapping[str, Any]) -> Record:
 
 
 def row(point: Point) -> Record:
-    """The row of a point."""
     config = point.config or {}
     older: dict[str, Any] = {}  # columns that came after some of the published points
     if path := config.get("draft_weights_path"):
@@ -155,7 +154,6 @@ def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
 
 
 def _measured(record: Record, point: Point) -> Record:
-    """Every figure that follows from the raw values of a point."""
     against, is_baseline = point.compared_with, point.arm["arm"] == "baseline"
     values: dict[str, Any] = {name: point.engine[name] for name in ENGINE_COLUMNS if point.engine.get(name) is not None}
     values |= known(latency.summary(request for repeat in point.repeats for request in repeat.requests))
@@ -177,7 +175,6 @@ def _measured(record: Record, point: Point) -> Record:
 
 
 def _of_load(point: Point) -> dict[str, Any]:
-    """What a load test found, besides speed and latencies, which every point has."""
     values = {name: point.engine[name] for name in LOAD_COLUMNS if point.engine.get(name) is not None}
     if not point.repeats:
         return values

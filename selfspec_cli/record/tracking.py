@@ -43,8 +43,6 @@ class Tracker:
 
 
 class _Wandb(Tracker):
-    """Writes W&B runs into ./wandb."""
-
     def __init__(self, wandb: Any, cfg: RunConfig, run_id: str) -> None:
         super().__init__()
         self._wandb, self._cfg, self._run_id = wandb, cfg, run_id
@@ -88,19 +86,11 @@ class _Wandb(Tracker):
 
     @contextmanager
     def _run(self, name: str, title: str, kind: str, config: dict[str, Any]) -> Iterator[Any]:
-        """One W&B run, closed in the end."""
         settings = self._wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True)
-        run = self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "selfspec"),
-            id=name,
-            name=title,
-            job_type=kind,
-            group=self._run_id,
-            mode=self._mode,
-            config=config,
-            settings=settings,
-            reinit="finish_previous",
-        )
+        named = {"id": name, "name": title, "job_type": kind, "group": self._run_id}
+        project = os.environ.get("WANDB_PROJECT", "selfspec")
+        kept = {"project": project, "mode": self._mode, "config": config, "settings": settings}
+        run = self._wandb.init(**named, **kept, reinit="finish_previous")
         try:
             if self._mode != "disabled":
                 self.places.append(Path(run.dir).parent)
@@ -119,14 +109,9 @@ class _Wandb(Tracker):
             self.messages.append(f"W&B: {len(self.places)} runs in {root}, not uploaded; to do it: {command}")
             return
         log = root / UPLOAD_LOG
+        upload = [sys.executable, "-m", "wandb", "sync", *map(str, self.places)]
         with log.open("a", encoding="utf-8") as file:
-            subprocess.Popen(
-                [sys.executable, "-m", "wandb", "sync", *map(str, self.places)],
-                stdout=file,
-                stderr=file,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            subprocess.Popen(upload, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
         self.messages.append(f"W&B: {len(self.places)} runs are being uploaded ({log}); to do it again: {command}")
 
 

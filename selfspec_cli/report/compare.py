@@ -70,7 +70,6 @@ class Comparison:
 
     @property
     def found(self) -> str:
-        """What the comparison says, in a sentence or two."""
         verdicts = [pair.verdict for pair in self.pairs]
         kinds = [verdict for verdict in (FASTER, SLOWER, NOISE, UNKNOWN) if verdict in verdicts]
         counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in kinds)
@@ -135,7 +134,6 @@ Measured = tuple[Point, Record]
 
 
 def between(words: tuple[str, str], ours: Sequence[Measured], theirs: Sequence[Measured]) -> Comparison:
-    """Pair the arms of two sides, and say how they differ."""
     apart = _apart(ours, theirs)
     a, b = _by_arm(ours, apart), _by_arm(theirs, apart)
     both = [arm for arm in a if arm in b]
@@ -224,7 +222,6 @@ def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def text(comparison: Comparison, form: Format) -> str:
-    """The comparison in one of the formats that are text."""
     if form is Format.json:
         return as_json(document(comparison))
     body = [_line(pair) for pair in comparison.pairs]
@@ -248,7 +245,6 @@ def text(comparison: Comparison, form: Format) -> str:
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as JSON."""
     pairs = []
     for pair in comparison.pairs:
         low, high = pair.interval or (None, None)

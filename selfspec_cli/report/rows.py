@@ -97,7 +97,6 @@ class Group:
 
     @property
     def headline(self) -> str:
-        """One sentence about the fastest lossless arm."""
         return headline(self.rows)
 
 

@@ -86,7 +86,6 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
 
 
 def _no_points(root: Path) -> str:
-    """What a place without points holds, and what to do."""
     packed = archive.inside(root)
     if packed is None:
         return f"{root / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"

@@ -48,7 +48,6 @@ def _value(name: str, text: str, *, of_load: bool = False) -> Callable[[Record],
 
 
 def _target(row: Record, targets: Sequence[Target]) -> str:
-    """What this arm was to reach, in the words of its experiment."""
     values = [(name, pair) for target in targets if target.is_for(row) for name, pair in target.values.items()]
     return ", ".join(wish(name, low, high) for name, (low, high) in values)
 
@@ -174,7 +173,6 @@ def as_json(document: Any) -> str:
 
 
 def as_csv(rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as comma-separated values; the first is the header."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)
     return buffer.getvalue()
@@ -297,7 +295,6 @@ ABOUT = (
 
 
 def by_category(sources: Sources, form: Format) -> str:
-    """The report in a format that is text; raises ConfigError."""
     if form is Format.json:
         return as_json(_of_categories(sources))
     if form is Format.csv:

@@ -45,7 +45,6 @@ class Corpus:
 
     @property
     def is_random(self) -> bool:
-        """Whether token ids are drawn at random, without a text."""
         return not self.fitting
 
     def windows(

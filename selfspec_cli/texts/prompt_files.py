@@ -52,7 +52,6 @@ class Prompt:
         return "\n\n".join(part for part in (in_words(self.tools, self.system), self.text) if part)
 
     def put_into(self, chat: Callable[..., list[int]]) -> Callable[[str | Sequence[str]], list[int]]:
-        """Return `chat` with this prompt's functions and system message."""
         return partial(chat, tools=self.tools, system=self.system) if self.tools or self.system else chat
 
 

@@ -133,7 +133,6 @@ def rows_chart() -> Any:
 
 
 def of_rows(group: str, name: str, data: list[dict[str, Any]], rows: Sequence[Record], note: str = "") -> Panel:
-    """A panel of some rows' points."""
     return Panel(group, name, data, tuple(row.point for row in rows), note)
 
 
@@ -275,5 +274,4 @@ def speedup(row: Record) -> dict[str, Any]:
 
 
 def short(row: Record) -> str:
-    """The machine of a row, to end the name of a panel with."""
     return row.device or "machine unknown"

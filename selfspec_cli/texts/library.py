@@ -5,59 +5,17 @@ held-out figures on any machine, with nothing to download. Imports the standard 
 """
 
 import hashlib
+import json
 import os
 import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-HELD_OUT: tuple[str, ...] = (
-    "argparse",
-    "calendar",
-    "cmd",
-    "configparser",
-    "csv",
-    "dataclasses",
-    "difflib",
-    "doctest",
-    "fractions",
-    "ftplib",
-    "gettext",
-    "heapq",
-    "http.cookiejar",
-    "imaplib",
-    "ipaddress",
-    "json.decoder",
-    "logging.handlers",
-    "mailbox",
-    "optparse",
-    "pickle",
-    "plistlib",
-    "pprint",
-    "shlex",
-    "smtplib",
-    "statistics",
-    "tarfile",
-    "textwrap",
-    "turtle",
-    "typing",
-    "unittest.mock",
-)
+_LISTS: dict[str, list[str]] = json.loads(Path(__file__).with_name("library.json").read_text(encoding="utf-8"))
+HELD_OUT = tuple(_LISTS["held_out"])  # modules
+NOT_FOR_FITTING = frozenset(_LISTS["not_for_fitting"])  # folders
 _HELD_OUT_TAILS = [tuple(f"{name.replace('.', '/')}.py".split("/")) for name in HELD_OUT]
-NOT_FOR_FITTING = frozenset(
-    {
-        "test",
-        "tests",
-        "idlelib",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "lib2to3",
-        "pydoc_data",
-        "ensurepip",
-    }
-)
 
 WINDOW_LINES = 8
 MIN_WINDOW_CHARS = 120  # windows of closing brackets and `else:` lines occur everywhere and prove nothing

@@ -277,6 +277,7 @@ def test_the_control_of_the_reference_model_is_in_the_repository_alone(elsewhere
         [],
         ["gate=varH", "tau_v=4.5", "layer=4", "vocab=4096"],
         ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "gate=maxp", "tau=1e-7"],
+        ["method=vllm", 'speculative={"method": "ngram", "prompt_lookup_max": 3}'],
     ],
 )
 def test_a_dumped_config_reloads_to_the_identical_config(overrides, elsewhere):
@@ -292,6 +293,9 @@ def test_overrides_apply_on_top_of_a_dumped_config(elsewhere):
     file.write_text(dump(one("model=llama3_8b", "gate=varH", "layer=4")))
     (cfg,) = compose_runs(None, ["model=reference", "k=3"], config=file)
     assert cfg == one("gate=varH", "layer=4", "k=3")
+    file.write_text(dump(one(*NGRAM)))
+    (deeper,) = compose_runs(None, ["speculative.prompt_lookup_max=5"], config=file)
+    assert deeper.speculative == one(*NGRAM).speculative | {"prompt_lookup_max": 5}
 
 
 def test_a_dumped_config_with_an_unknown_key_is_refused(elsewhere):

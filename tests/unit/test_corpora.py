@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from commands import one
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.extras import install
@@ -80,6 +81,11 @@ def test_the_standard_library_is_the_default_text():
     found = corpora.load("stdlib")
     assert found.held_out == library.held_out_text()
     assert not {name for name, _ in found.fitting} & set(library.HELD_OUT)
+    fitted = {text for _, text in found.fitting}
+    prose = library.prose_text()  # English that no head is fitted on
+    assert len(prose) > 20 and sum(len(text) for _, text in prose) > 100_000
+    assert not any(text in fitted for _, text in prose)
+    assert one("workload=prose").workload.prompts == "prose"
     counts = found.counts(encode, 97)
     assert corpora.COUNTED_CHARACTERS * 0.9 < counts.sum() <= corpora.COUNTED_CHARACTERS
     assert counts.argmax() == ord(" ")

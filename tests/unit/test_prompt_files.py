@@ -129,33 +129,32 @@ def test_a_chat_that_is_too_long_keeps_the_end_of_its_template():
     assert plain == [7] * 40
 
 
+class Letters:
+    """A tokenizer whose tokens are bytes."""
+
+    max_model_len, vocab_size, has_template = 100, 256, True
+
+    def encode(self, text):
+        return [*text.encode()]
+
+    def chat(self, said):
+        return [*"|".join([said] if isinstance(said, str) else said).encode()]
+
+    def answer(self, ids):
+        return bytes(ids).decode()
+
+
 def test_a_workload_takes_its_prompts_from_the_file(tmp_path):
-    class Letters:
-        max_model_len, vocab_size, has_template = 1000, 256, False
-
-        def encode(self, text):
-            return [*text.encode()]
-
     file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
     work = WorkloadConfig(input_len=4, output_len=4, num_prompts=2, prompts=file)
-    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), Letters())
+    tokens = Letters()
+    tokens.has_template = False
+    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), tokens)
     assert sorted(found) == sorted([[*b"one"], [*b"thre"]])
     assert prompt_files.is_prompt_file(file) and not prompt_files.is_prompt_file("notes.txt")
 
 
 def test_a_later_turn_follows_the_answers_before_it_and_has_its_category(tmp_path):
-    class Letters:
-        max_model_len, vocab_size, has_template = 100, 256, True
-
-        def encode(self, text):
-            return [*text.encode()]
-
-        def chat(self, said):
-            return [*"|".join([said] if isinstance(said, str) else said).encode()]
-
-        def answer(self, ids):
-            return bytes(ids).decode()
-
     rows = [{"turns": ["a", "b", "c"], "category": "x"}, {"turns": ["d"], "category": "y"}]
     work = WorkloadConfig(input_len=20, output_len=4, num_prompts=2, prompts=jsonl(tmp_path / "q.jsonl", rows))
     cfg, tokens = RunConfig(workload=work), Letters()

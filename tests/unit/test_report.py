@@ -202,6 +202,7 @@ def test_an_arm_that_was_timed_on_a_busy_machine_is_marked(own, others, mark):
 
 NEAR = arm("near", 1.55, 1.45, 1.7, threshold=4.0)
 SLOW = arm("slow", 1.1, 0.95, 1.3, threshold=9.0)
+RIVAL = replace(arm("rival", 2.0, 1.9, 2.1), arm="vllm", speculative="ngram")
 
 
 BARE = [replace(row, speedup_low=None, speedup_high=None) for row in (ARM, SLOW)]
@@ -218,6 +219,7 @@ BARE = [replace(row, speedup_low=None, speedup_high=None) for row in (ARM, SLOW)
         ([SLOW], "its interval holds 1, so it may be no faster than the baseline"),
         ([arm("slower", 0.9, 0.88, 0.92)], "its whole interval is below 1, so it is slower than the baseline"),
         ([ARM, replace(ARM, arm="skip", speedup=9.0)], "Fastest verified arm: 1.50x"),
+        ([ARM, RIVAL], "Fastest verified arm: 2.00x (1.90x to 2.10x) the baseline (vLLM ngram k=5"),
         ([replace(ARM, arm="skip"), FAILED], "No verified arm"),
         (BARE, "Greatest speedup measured: 1.50x the baseline"),
         (BARE, "no interval, because repeats were not kept."),

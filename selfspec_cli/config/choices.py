@@ -11,18 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from selfspec_cli.config import paths
-from selfspec_cli.config.schema import (
-    GROUPS,
-    ConfigError,
-    GateConfig,
-    HeadConfig,
-    LauncherConfig,
-    LauncherKind,
-    RunConfig,
-    TrackerConfig,
-    head_spec,
-)
+from selfspec_cli.config import paths, schema
+from selfspec_cli.config.schema import GROUPS, ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 from selfspec_cli.early_exit.knobs import Knob, options
@@ -30,7 +20,7 @@ from selfspec_cli.early_exit.knobs import Knob, options
 EXPERIMENT = "experiment"
 GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
 TUNED = "tuned"  # conf/tuned/, see config/tuned.py; no group either
-_BY_KIND = {"gate": GateConfig, "launcher": LauncherConfig, "tracker": TrackerConfig}
+_BY_KIND = {"gate": schema.GateConfig, "launcher": schema.LauncherConfig, "tracker": schema.TrackerConfig}
 NAMED_GROUPS = ("head", *_BY_KIND)
 """Groups whose choices are names of a registry, or words of their setting `kind`, and need no file."""
 _SUFFIX = ".yaml"
@@ -99,7 +89,7 @@ def of_name(group: str, word: str) -> Any:
         if group != "head":
             if word not in _kind(group).words():
                 raise ConfigError(_kind(group).wrong_word(word, group))
-            return _BY_KIND[group](LauncherKind(word) if group == "launcher" else word)
+            return _BY_KIND[group](schema.LauncherKind(word) if group == "launcher" else word)
         spec = HeadSpec.from_name(word)
     except SettingsError as error:
         files = file_choices(group)

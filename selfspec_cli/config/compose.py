@@ -21,18 +21,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from selfspec_cli.config import choices
 from selfspec_cli.config import tuned as tuned_files
-from selfspec_cli.config.choices import (
-    EXPERIMENT,
-    NAMED_GROUPS,
-    TUNED,
-    choices,
-    experiment_overrides,
-    file_choices,
-    name_of_model,
-    of_name,
-    settings_of,
-)
 from selfspec_cli.config.dumped import first_line, load_config
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.options import SETTINGS
@@ -69,10 +59,10 @@ def compose_runs(
     base = load_config(config) if config else None
     users = parse(overrides)
     _refuse_repeated(users)
-    names, users = _split(EXPERIMENT, users)
-    tuned, users = _split(TUNED, users)
+    names, users = _split(choices.EXPERIMENT, users)
+    tuned, users = _split(choices.TUNED, users)
     names = [experiment] if experiment else names
-    grids = [parse(grid) for name in names for grid in experiment_overrides(name)] if names else [[]]
+    grids = [parse(grid) for name in names for grid in choices.experiment_overrides(name)] if names else [[]]
     composed: list[RunConfig] = []
     for grid, name in itertools.product(grids, tuned or [""]):
         best = _tuned_words(name, [*grid, *users], base) if name else []
@@ -161,14 +151,14 @@ def _group_choice(group: str, value: Any) -> _Choice:
     if group == SPECULATIVE and isinstance(value, dict):
         return None, {group: value}
     word = str(value)
-    if word in file_choices(group):
+    if word in choices.file_choices(group):
         return word, {}
-    if group in NAMED_GROUPS:
-        return None, {group: of_name(group, word)}
-    if group == "model" and (name := name_of_model(word)) is not None:
+    if group in choices.NAMED_GROUPS:
+        return None, {group: choices.of_name(group, word)}
+    if group == "model" and (name := choices.name_of_model(word)) is not None:
         return "custom", {"model.path": word, "model.name": name}
     further = ", ./FOLDER, or ORG/NAME of the Hugging Face Hub" if group == "model" else ""
-    raise ConfigError(closest(word, choices(group), group, further=further))
+    raise ConfigError(closest(word, choices.choices(group), group, further=further))
 
 
 def _converted(word: Word, value: Any) -> Any:
@@ -203,8 +193,8 @@ def _composed(base: RunConfig | None, files: Mapping[str, str]) -> _Composed:
     """What Hydra makes of choices that files have; made once for the same choices of the same content. base: it gives
     way only in the groups that are chosen anew. files: the choice of each such group."""
     if base is None:
-        files = {group: name for group, name in GROUPS.items() if group not in NAMED_GROUPS} | dict(files)
-    nodes = {group: settings_of(group, name) for group, name in files.items()}
+        files = {group: name for group, name in GROUPS.items() if group not in choices.NAMED_GROUPS} | dict(files)
+    nodes = {group: choices.settings_of(group, name) for group, name in files.items()}
     content = repr((base, files, nodes))
     if content not in _COMPOSED:
         kept = {} if base is None else vars(base)

@@ -16,22 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from selfspec_cli import load_patterns
-from selfspec_cli.config import machine, speculative
+from selfspec_cli.config import machine, schema, speculative
 from selfspec_cli.config.facts import device_of, exit_layer
 from selfspec_cli.config.model_files import full_head, head_folder, model_fingerprint
 from selfspec_cli.config.paths import model_path, prompts_file
-from selfspec_cli.config.schema import (
-    EARLY_EXIT,
-    HUMANEVAL,
-    PROMPTS,
-    SPECULATIVE,
-    Method,
-    RunConfig,
-    Runner,
-    gate_threshold,
-    head_spec,
-    to_plain,
-)
+from selfspec_cli.config.schema import EARLY_EXIT, Method, RunConfig, Runner, to_plain
 from selfspec_cli.config.speculative import draft_of
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
@@ -81,7 +70,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings["draft_cost"] = None  # nobody can set it any more, but finished rows have it in their keys
     if cfg.method is Method.layer_skip and cfg.gate.kind == AUTO:
         settings["widths"] = "measured"  # each has graphs, captured at the start
-    if cfg.method in SPECULATIVE:
+    if cfg.method in schema.SPECULATIVE:
         settings["k"] = cfg.k
     return settings | ({"runner": str(cfg.runner)} if cfg.runner is not Runner.auto else {})
 
@@ -101,7 +90,7 @@ def uses(cfg: RunConfig, key: str) -> bool:
 
 def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
     is_gated = cfg.method is Method.layer_skip
-    return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)} if is_gated else {}
+    return {"gate": str(cfg.gate.kind), "threshold": schema.gate_threshold(cfg)} if is_gated else {}
 
 
 def _workload(cfg: RunConfig) -> tuple[str, ...]:
@@ -207,7 +196,7 @@ def digests(cfg: RunConfig) -> dict[str, str]:
     method vllm the draft. What it does not use, and what is not here (an engine refuses it), is left out."""
     model = _unless_refused(model_fingerprint, cfg)
     found = {"model": model, "tokenizer": _unless_refused(_tokenizer, cfg)}
-    if cfg.workload.prompts not in PROMPTS or cfg.workload.prompts == HUMANEVAL:
+    if cfg.workload.prompts not in schema.PROMPTS or cfg.workload.prompts == schema.HUMANEVAL:
         found["prompts"] = file_digest(prompts_file(cfg.workload.prompts))
     if cfg.method in EARLY_EXIT and model is not None:
         found["head"] = _head(cfg)
@@ -239,7 +228,7 @@ def _unless_refused(find: Callable[[RunConfig], T], cfg: RunConfig) -> T | None:
 
 
 def _head(cfg: RunConfig) -> str | None:
-    head_spec(replace(cfg.head, path=None))  # raises SettingsError for a combination that there is not
+    schema.head_spec(replace(cfg.head, path=None))  # raises SettingsError for a combination that there is not
     layer = layer_in_force(cfg) or 0  # no head is of layer 0: without a layer only a file that is named is found
     file = _unless_refused(lambda cfg: full_head(cfg, layer), cfg)
     return None if file is None else file_digest(file)

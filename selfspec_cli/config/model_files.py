@@ -158,8 +158,7 @@ def _spread(start: int, size: int, samples: int) -> Iterator[tuple[int, int]]:
         yield start + number * (size - BLOCK) // (samples - 1), BLOCK
 
 
-Counts = Callable[[], "Tensor"]
-"""Returns token counts [V] of a corpus; called only if no fit has saved any."""
+Counts = Callable[[], "Tensor"]  # returns token counts [V] of a corpus; called only if no fit has saved any
 
 
 def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:

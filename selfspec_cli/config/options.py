@@ -20,8 +20,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.heads import HEADS
 
-SETTINGS = knobs.options(RunConfig)
-"""Every setting by its dotted key."""
+SETTINGS = knobs.options(RunConfig)  # every setting by its dotted key
 
 OTHER_NAMES = (
     dict.fromkeys(THRESHOLD_KEYS[1:], THRESHOLD_KEYS[0])

@@ -11,21 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec_cli import load_patterns
-from selfspec_cli.config import speculative
+from selfspec_cli.config import schema, speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
-from selfspec_cli.config.schema import (
-    LAUNCHERS_WITH,
-    PROMPT_TABLES,
-    ConfigError,
-    GateConfig,
-    LauncherConfig,
-    Method,
-    RunConfig,
-    Runner,
-    gate_threshold,
-    head_spec,
-)
+from selfspec_cli.config.schema import ConfigError, GateConfig, LauncherConfig, Method, RunConfig, Runner
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.gates import GATES, check_threshold
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS, Gate
@@ -46,14 +35,14 @@ def validate(cfg: RunConfig) -> None:
     for key in ("results_dir", "head_dir"):
         if not getattr(cfg, key).strip():
             raise ConfigError(f"{key}=: it must name a folder, such as {key}={getattr(RunConfig, key)}")
-    check_threshold(cfg.gate.kind, gate_threshold(cfg))
+    check_threshold(cfg.gate.kind, schema.gate_threshold(cfg))
     _validate_engine(cfg)
     _validate_method(cfg)
     _validate_view(cfg)
     checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH)
     _validate_load(cfg)
     _validate_launcher(cfg.launcher)
-    head_spec(cfg.head)
+    schema.head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
 
@@ -184,16 +173,16 @@ def _validate_load(cfg: RunConfig) -> None:
     load = cfg.load
     if (reason := load_patterns.problem(load)) is not None:
         raise ConfigError(reason)
-    if load.column is not None and Path(cfg.workload.prompts).suffix not in PROMPT_TABLES:
+    if load.column is not None and Path(cfg.workload.prompts).suffix not in schema.PROMPT_TABLES:
         raise ConfigError(
             f"load.column={load.column} with workload.prompts={cfg.workload.prompts}: only the rows of "
-            f"a {', '.join(PROMPT_TABLES)} file have columns"
+            f"a {', '.join(schema.PROMPT_TABLES)} file have columns"
         )
 
 
 def _validate_launcher(launcher: LauncherConfig) -> None:
     """A setting that the launcher does not use would be passed over without a word."""
-    for name, kinds in LAUNCHERS_WITH.items():
+    for name, kinds in schema.LAUNCHERS_WITH.items():
         value = getattr(launcher, name)
         if launcher.kind not in kinds and value != getattr(LauncherConfig, name):
             raise ConfigError(

@@ -21,8 +21,7 @@ from selfspec_cli.whole import atomic_write, written
 
 SUFFIX = ".jsonl.xz"
 KEPT = (".json", ".csv", ".tsv", ".yaml")
-TABLES = (".csv", ".tsv")
-"""Tables beside a folder `runs` are made of its points, and therefore not kept."""
+TABLES = (".csv", ".tsv")  # tables beside a folder `runs` are made of its points, and therefore not kept
 FORMAT = 1  # of a document
 T = TypeVar("T")
 

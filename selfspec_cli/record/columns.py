@@ -128,8 +128,7 @@ class Record(Quality, Loads, Details, Summary):
     """One point in all tables; the columns of summary.csv come first."""
 
 
-KINDS = {column.name: str(column.type) for column in fields(Record)}
-"""The type of each column, by its name."""
+KINDS = {column.name: str(column.type) for column in fields(Record)}  # the type of each column, by its name
 
 
 @dataclass
@@ -154,8 +153,7 @@ class AcceptRow:
     point: str = ""
 
 
-COUNTED = ("rounds", "drafted", "accepted", "accepted_at", "places")
-"""The columns of accept.tsv that are counters."""
+COUNTED = ("rounds", "drafted", "accepted", "accepted_at", "places")  # the columns of accept.tsv that are counters
 
 
 TABLES: dict[str, type] = {

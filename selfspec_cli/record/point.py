@@ -19,8 +19,7 @@ from selfspec_cli.record.latency import RequestTimes
 FORMAT = 1
 OK, FAILED = "ok", "failed"
 MICRO = 1_000_000
-AS_ITSELF = "as_itself"
-"""Fact of a baseline: how many of its outputs were the same in another batch order."""
+AS_ITSELF = "as_itself"  # fact of a baseline: how many of its outputs were the same in another batch order
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,7 @@ class Point:
         return str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")
 
 
-KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")
-"""The sections of a file."""
+KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")  # the sections of a file
 
 
 def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool) -> Comparison:

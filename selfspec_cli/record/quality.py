@@ -24,8 +24,7 @@ TEXT, GENERATED, EVAL = "text", "generated", "eval"
 GREEDY, SAMPLED = "greedy", "sampled"
 _LIMITS = ("ttft_limit_ms", "tpot_limit_ms", "e2e_limit_ms")  # the last in older results
 _WORKLOAD = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats")
-NO_NAMES = (*_WORKLOAD, *load_patterns.COLUMNS, *_LIMITS)
-"""Columns of a row that say nothing of an arm."""
+NO_NAMES = (*_WORKLOAD, *load_patterns.COLUMNS, *_LIMITS)  # columns of a row that say nothing of an arm
 
 
 @dataclass

@@ -56,8 +56,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     return columns
 
 
-UNVERIFIED = ("baseline", "skip")
-"""Arms without drafts that are verified."""
+UNVERIFIED = ("baseline", "skip")  # arms without drafts that are verified
 
 
 def planned(cfg: RunConfig, key: str | None = None) -> Record:
@@ -219,8 +218,7 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     return replace(record, predicted=predicted, efficiency=record.speedup / predicted)
 
 
-SEARCHED = "slo"
-"""What `Point.engine` holds of a search for the greatest load that keeps limits (stages/slo.py)."""
+SEARCHED = "slo"  # what `Point.engine` holds of a search for the greatest load that keeps limits (stages/slo.py)
 
 
 def searched(point: Point, row: Record) -> str | None:

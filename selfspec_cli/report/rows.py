@@ -14,8 +14,7 @@ from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import UNVERIFIED, asked
 
-RIVALS = ("vllm", "ngram", "draft_model")
-"""Arms that draft by vLLM's own methods."""
+RIVALS = ("vllm", "ngram", "draft_model")  # arms that draft by vLLM's own methods
 
 
 def gate_label(row: Record) -> str:

@@ -61,8 +61,7 @@ def wish(name: str, low: float, high: float) -> str:
     return f"{name} {sign}{text}"
 
 
-Columns = dict[str, Callable[[Record], str]]
-"""How each column, by its name, shows a row."""
+Columns = dict[str, Callable[[Record], str]]  # how each column, by its name, shows a row
 
 COLUMNS: Columns = {
     "arm": label,

@@ -32,8 +32,7 @@ def chosen(count: int, seed: int, kind: str = "chat") -> list[str]:
     return [order[(seed * APART + number) % len(order)] for number in range(count)]
 
 
-KINDS = ("chat", "coding", "edits", "files")
-"""Values of `workload.prompts` that mean questions."""
+KINDS = ("chat", "coding", "edits", "files")  # values of `workload.prompts` that mean questions
 
 
 def no_template(name: str) -> str:

@@ -26,8 +26,7 @@ from selfspec_cli.config.schema import HUMANEVAL, PROMPT_TABLES, ConfigError
 from selfspec_cli.extras import install
 
 CHATS = ("turns", "conversations", "messages")
-COLUMNS = (*CHATS, "prompt", "question", "text")
-"""The first of these that a row has, unless the user names one."""
+COLUMNS = (*CHATS, "prompt", "question", "text")  # the first of these that a row has, unless the user names one
 USERS = ("user", "human")
 TASKS = {"gsm8k": {"question", "answer"}, HUMANEVAL: {"prompt", "canonical_solution"}}
 """Columns by which rows of benchmarks without categories are known, by the category that they get."""

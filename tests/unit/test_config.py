@@ -15,23 +15,10 @@ import torch
 from exit_heads import lsq_head
 from safetensors.torch import save_file
 
-from selfspec_cli.config import keys, model_files
+from selfspec_cli.config import keys, model_files, schema
 from selfspec_cli.config.keys import Keys, baseline_of, digests, engine_key, file_digest, method_settings, run_key
 from selfspec_cli.config.model_files import head_folder, model_fingerprint
-from selfspec_cli.config.schema import (
-    DTYPES,
-    LOAD_FORMATS,
-    ConfigError,
-    EngineConfig,
-    GateConfig,
-    HeadConfig,
-    Method,
-    ModelConfig,
-    RunConfig,
-    Runner,
-    WorkloadConfig,
-    gate_threshold,
-)
+from selfspec_cli.config.schema import ConfigError, EngineConfig, GateConfig, HeadConfig, Method, RunConfig, Runner
 from selfspec_cli.config.validation import validate
 from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
 from selfspec_cli.early_exit.gates import GATES
@@ -42,8 +29,8 @@ KINDS = [kind for kind in GATES if kind not in ("none", "auto")]
 VARH = GateConfig(kind="varH")
 MAXP = GateConfig(kind="maxp")
 GPU = EngineConfig(device="cuda")
-DUMMY = ModelConfig(load_format="dummy")
-RANDOM = {"perplexity_tokens": 0, "workload": WorkloadConfig(prompts="random")}
+DUMMY = schema.ModelConfig(load_format="dummy")
+RANDOM = {"perplexity_tokens": 0, "workload": schema.WorkloadConfig(prompts="random")}
 FP8 = RunConfig(draft_weights="fp8", engine=GPU)
 NGRAM = {"method": Method.vllm, "speculative": {"method": "ngram"}}
 DRAWN = RunConfig(draft_sample_method="probabilistic")
@@ -61,14 +48,17 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (RunConfig(repeats=2), "repeats=2"),
         (RunConfig(vocab="half"), "vocab=half"),
         (RunConfig(gate=VARH, threshold=math.inf), "threshold = inf must be a finite number"),
-        (RunConfig(workload=WorkloadConfig(batch=16)), "workload.batch=16 with workload.num_prompts=8"),
-        (RunConfig(workload=WorkloadConfig(temperature=math.inf)), "workload.temperature=inf: out of range"),
-        (RunConfig(model=ModelConfig(dtype="flaot32")), "model.dtype 'flaot32' is not known"),
-        (RunConfig(model=ModelConfig(load_format="dumy")), "model.load_format 'dumy' is not known"),
-        (RunConfig(model=ModelConfig(max_model_len=-5)), "model.max_model_len=-5: out of range; allowed: 1 or more"),
+        (RunConfig(workload=schema.WorkloadConfig(batch=16)), "workload.batch=16 with workload.num_prompts=8"),
+        (RunConfig(workload=schema.WorkloadConfig(temperature=math.inf)), "workload.temperature=inf: out of range"),
+        (RunConfig(model=schema.ModelConfig(dtype="flaot32")), "model.dtype 'flaot32' is not known"),
+        (RunConfig(model=schema.ModelConfig(load_format="dumy")), "model.load_format 'dumy' is not known"),
+        (
+            RunConfig(model=schema.ModelConfig(max_model_len=-5)),
+            "model.max_model_len=-5: out of range; allowed: 1 or",
+        ),
         (RunConfig(engine=EngineConfig(kv_cache_gib=math.inf)), "engine.kv_cache_gib=inf"),
         (RunConfig(runner=Runner.v1, engine=GPU), "runner=v1 with method=layer_skip"),
-        (RunConfig(workload=WorkloadConfig(batch=64)), "engine.max_num_seqs=32"),
+        (RunConfig(workload=schema.WorkloadConfig(batch=64)), "engine.max_num_seqs=32"),
         (RunConfig(engine=EngineConfig(extra={"pipeline_parallel_size": 2})), "pipeline parallelism"),
         (RunConfig(engine=EngineConfig(kv_cache_gib=0.0)), "engine.kv_cache_gib=0.0"),
         (RunConfig(draft_sample_method="gredy"), "draft_sample_method 'gredy' is not known; allowed: greedy, probabil"),
@@ -92,8 +82,8 @@ def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
         DRAWN,
         replace(DRAWN, method=Method.draft_model, model=DUMMY, **RANDOM),
         RunConfig(method=Method.vllm, speculative={"method": "ngram", "draft_sample_method": "probabilistic"}),
-        RunConfig(workload=WorkloadConfig(batch=8, num_prompts=8)),
-        RunConfig(model=ModelConfig(dtype="half", load_format="safetensors", max_model_len=1)),
+        RunConfig(workload=schema.WorkloadConfig(batch=8, num_prompts=8)),
+        RunConfig(model=schema.ModelConfig(dtype="half", load_format="safetensors", max_model_len=1)),
         RunConfig(runner=Runner.v2, engine=GPU),
         RunConfig(runner=Runner.v2),
         RunConfig(runner=Runner.v1, engine=GPU, method=Method.vllm, speculative={"method": "ngram"}),
@@ -107,8 +97,8 @@ def test_the_ends_of_the_ranges_are_allowed(cfg):
 @pytest.mark.parametrize(
     ("file", "name", "ours"),
     [
-        ("config/model.py", "ModelDType", DTYPES),
-        ("model_executor/model_loader/__init__.py", "LoadFormats", LOAD_FORMATS),
+        ("config/model.py", "ModelDType", schema.DTYPES),
+        ("model_executor/model_loader/__init__.py", "LoadFormats", schema.LOAD_FORMATS),
         ("config/speculative.py", "DraftSampleMethod", OPTIONS["draft_sample_method"].knob.words()),
     ],
 )
@@ -142,7 +132,7 @@ def test_a_knob_without_effect_does_not_change_the_run_key():
         {"draft_sample_method": "probabilistic"},
         {"method": Method.skip},
         {"head": HeadConfig(kind="lsq")},
-        {"model": ModelConfig(dtype="bfloat16")},
+        {"model": schema.ModelConfig(dtype="bfloat16")},
         {"engine": EngineConfig(enforce_eager=True)},
     ],
 )
@@ -163,8 +153,8 @@ def test_how_drafts_are_taken_is_in_a_key_only_where_it_is_not_vllms_default_and
 
 def test_the_run_key_is_the_same_tomorrow():
     # Stored in summary.csv: if this changes, finished points are measured again. Change it knowingly.
-    assert run_key(RunConfig(model=ModelConfig(hf_overrides={"b": 1, "a": 2}))) == run_key(
-        RunConfig(model=ModelConfig(hf_overrides={"a": 2, "b": 1}))
+    assert run_key(RunConfig(model=schema.ModelConfig(hf_overrides={"b": 1, "a": 2}))) == run_key(
+        RunConfig(model=schema.ModelConfig(hf_overrides={"a": 2, "b": 1}))
     )
     assert re.fullmatch("[0-9a-f]{12}", run_key(RunConfig()))
 
@@ -172,13 +162,13 @@ def test_the_run_key_is_the_same_tomorrow():
 def test_gate_workload_and_seed_need_no_other_engine():
     same = engine_key(RunConfig())
     assert engine_key(RunConfig(gate=VARH, threshold=4)) == same
-    assert engine_key(RunConfig(workload=WorkloadConfig(input_len=8), seed=3)) == same
+    assert engine_key(RunConfig(workload=schema.WorkloadConfig(input_len=8), seed=3)) == same
     for other in (
         RunConfig(layer=4),
         RunConfig(k=3),
         RunConfig(head=HeadConfig(kind="lsq")),
         RunConfig(draft_weights="fp8"),
-        RunConfig(model=ModelConfig(path="/x")),
+        RunConfig(model=schema.ModelConfig(path="/x")),
         RunConfig(method=Method.skip),
     ):
         assert engine_key(other) != same
@@ -189,7 +179,7 @@ def test_all_candidates_of_one_workload_share_a_baseline():
     keys = {run_key(baseline_of(RunConfig(layer=layer, gate=VARH, threshold=layer, k=layer))) for layer in (2, 4)}
     assert len(keys) == 1
     assert baseline_of(FP8) == baseline_of(RunConfig(engine=GPU))
-    other = baseline_of(RunConfig(workload=WorkloadConfig(batch=4)))
+    other = baseline_of(RunConfig(workload=schema.WorkloadConfig(batch=4)))
     assert run_key(other) not in keys
 
 
@@ -206,8 +196,8 @@ def test_the_interpreted_runner_of_a_cpu_has_a_baseline_of_its_own():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_threshold_is_read_by_every_gate(kind):
-    assert gate_threshold(RunConfig(gate=GateConfig(kind), threshold=0.25)) == 0.25
-    assert gate_threshold(RunConfig(gate=GateConfig(kind))) == GATES[kind].default
+    assert schema.gate_threshold(RunConfig(gate=GateConfig(kind), threshold=0.25)) == 0.25
+    assert schema.gate_threshold(RunConfig(gate=GateConfig(kind))) == GATES[kind].default
 
 
 HIDDEN, VOCAB = 4, 8
@@ -220,7 +210,7 @@ def cfg(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
     weights(folder, 0)
-    model = ModelConfig(name="m", path=str(folder))
+    model = schema.ModelConfig(name="m", path=str(folder))
     return RunConfig(model=model, head_dir=str(tmp_path / "heads"), layer=4, k=5)
 
 
@@ -269,7 +259,7 @@ def test_a_draft_vocabulary_and_a_prompts_file_are_read(cfg, tmp_path):
     file.write_text("1 2 3")
     for wanted in (
         replace(cfg, vocab=str(file)),
-        replace(cfg, workload=WorkloadConfig(prompts=str(file))),
+        replace(cfg, workload=schema.WorkloadConfig(prompts=str(file))),
     ):
         file.write_text("1 2 3")
         first = run_key(wanted)
@@ -331,13 +321,13 @@ def model(folder, value=1.0, config=None):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config or {"num_hidden_layers": 4}))
     save_file({"a": torch.full((100_000,), value), "b": torch.zeros(3)}, folder / "model.safetensors")
-    return RunConfig(model=ModelConfig(name="M", path=str(folder)))
+    return RunConfig(model=schema.ModelConfig(name="M", path=str(folder)))
 
 
 def test_equal_content_is_one_model_wherever_it_is_and_other_weights_are_another(tmp_path):
     first = model(tmp_path / "orgA" / "M")
     shutil.copytree(tmp_path / "orgA" / "M", tmp_path / "copy")
-    copied = replace(first, model=ModelConfig(name="copy", path=str(tmp_path / "copy")))
+    copied = replace(first, model=schema.ModelConfig(name="copy", path=str(tmp_path / "copy")))
     other = model(tmp_path / "orgB" / "M", value=1.5)
     deeper = model(tmp_path / "orgC" / "M", config={"num_hidden_layers": 5})
     assert model_fingerprint(copied) == model_fingerprint(first)
@@ -371,7 +361,7 @@ def test_dummy_weights_are_their_config_and_their_seed(tmp_path):
 
 def test_a_model_of_the_hub_is_its_commit(tmp_path, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
-    cfg = RunConfig(model=ModelConfig(name="M", path="org-of-nobody/M"))
+    cfg = RunConfig(model=schema.ModelConfig(name="M", path="org-of-nobody/M"))
     cached = tmp_path / "snapshots" / ("a" * 40) / "config.json"
     unknown = model_fingerprint(cfg)
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: str(cached))
@@ -394,4 +384,4 @@ def test_what_is_no_safetensors_file_still_has_a_name(tmp_path, content):
 
 def test_a_model_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match="no folder /not/there"):
-        model_fingerprint(RunConfig(model=ModelConfig(name="M", path="/not/there")))
+        model_fingerprint(RunConfig(model=schema.ModelConfig(name="M", path="/not/there")))

@@ -6,17 +6,10 @@ from dataclasses import replace
 import pytest
 from commands import one, refused
 
-from selfspec_cli.config import keys, speculative
+from selfspec_cli.config import keys, schema, speculative
 from selfspec_cli.config.choices import file_choices
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.schema import (
-    ConfigError,
-    EngineConfig,
-    GateConfig,
-    Method,
-    ModelConfig,
-    RunConfig,
-)
+from selfspec_cli.config.schema import ConfigError, Method, ModelConfig, RunConfig
 from selfspec_cli.engine.arguments import shallow_model, speculative_config
 from selfspec_cli.engine.deployment import deployment
 from selfspec_cli.record import tables
@@ -169,7 +162,7 @@ def test_suffix_decoding_that_remembers_answers_is_warned_of():
 # ---- keys and drafts of other methods --------------------------------------------------------------------------------
 
 
-GPU = RunConfig(engine=EngineConfig(device="cuda"), layer=3, k=4, gate=GateConfig("varH"), threshold=5.0)
+GPU = RunConfig(engine=schema.EngineConfig(device="cuda"), layer=3, k=4, gate=schema.GateConfig("varH"), threshold=5.0)
 
 
 @pytest.mark.parametrize("method", [Method.layer_skip, Method.draft_model])

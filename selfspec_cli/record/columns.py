@@ -208,10 +208,8 @@ def text(kind: type, rows: Iterable[Record | AcceptRow]) -> str:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.6g}"
+    if value is None or isinstance(value, float):
+        return "" if value is None else f"{value:.6g}"
     text = " ".join(str(value).split())  # a line a row
     return text.encode("utf-8", "backslashreplace").decode()  # the bytes of a file name may be no UTF-8
 
@@ -255,9 +253,7 @@ def _value(name: str, text: str, word: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"{word}: {name} is true or false")
         return text.lower() == "true"
-    if not kind.startswith(("int", "float")):
-        return text
     try:
-        return float(text)
+        return text if kind.startswith("str") else float(text)
     except ValueError as error:
         raise ConfigError(f"{word}: {name} is a number, not {text!r}") from error

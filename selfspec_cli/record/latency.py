@@ -58,10 +58,10 @@ def by_name(requests: Iterable[RequestTimes]) -> dict[str, list[float]]:
     """The values of all requests together, in seconds: ttft, tpot, itl and e2e."""
     measured = list(requests)
     return {
-        "ttft": [ttft(request) for request in measured],
-        "tpot": [value for request in measured if (value := tpot(request)) is not None],
+        "ttft": [*map(ttft, measured)],
+        "tpot": [value for value in map(tpot, measured) if value is not None],
         "itl": [value for request in measured for value in itl(request)],
-        "e2e": [end_to_end(request) for request in measured],
+        "e2e": [*map(end_to_end, measured)],
     }
 
 

@@ -140,27 +140,25 @@ PERPLEXITIES = {None: "ppl", GREEDY: "ppl_of_greedy", SAMPLED: "ppl_of_sampled"}
 def _columns(finding: Finding) -> dict[str, Any]:
     """What a finding says, by the names of a row's columns and of the perplexities that only a command shows."""
     columns: dict[str, Any] = {PROTOCOLS[finding.kind]: in_words(finding.protocol)}
-    if finding.kind == EVAL:
-        return columns | {"scores": "; ".join(map(score_in_words, finding.found["scores"]))}
+    if finding.kind == EVAL:  # such as `stdlib_line exact_match 0.31 ± 0.05 (drafted)`
+        scores = []
+        for score in finding.found["scores"]:
+            error = "" if score["stderr"] is None else f" ± {score['stderr']:.3f}"
+            drafted = " (drafted)" if score["drafted"] else ""  # only that can differ for a verified arm
+            scores.append(f"{score['task']} {score['metric']} {score['value']:.3f}{error}{drafted}")
+        return columns | {"scores": "; ".join(scores)}
     for part, name in PERPLEXITIES.items():
         ours, theirs = finding.scores(part), finding.scores(part, baseline=True)
         if ours is not None:
-            columns |= {name: ours.perplexity, f"delta_{name}": None} | _ends(name, ours.interval())
-            if theirs is not None:
-                delta = ours.perplexity - theirs.perplexity
-                columns |= {f"delta_{name}": delta} | _ends(f"delta_{name}", ours.interval(theirs))
+            columns |= _with_ends(name, ours.perplexity, ours.interval()) | {f"delta_{name}": None}
+        if ours is not None and theirs is not None:
+            columns |= _with_ends(f"delta_{name}", ours.perplexity - theirs.perplexity, ours.interval(theirs))
     return columns
 
 
-def _ends(name: str, pair: Interval | None) -> dict[str, Any]:
-    low, high = pair or (None, None)
-    return {f"{name}_low": low, f"{name}_high": high}
-
-
-def score_in_words(score: Mapping[str, Any]) -> str:
-    """Such as `stdlib_line exact_match 0.31 ± 0.05 (drafted)`: only what is drafted can differ for a verified arm."""
-    error = "" if score["stderr"] is None else f" ± {score['stderr']:.3f}"
-    return f"{score['task']} {score['metric']} {score['value']:.3f}{error}" + (" (drafted)" if score["drafted"] else "")
+def _with_ends(name: str, value: float, interval: Interval | None) -> dict[str, Any]:
+    low, high = interval or (None, None)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def arm_in_words(arm: Mapping[str, Any]) -> str:

@@ -27,17 +27,9 @@ from selfspec_cli.record.point import FAILED, OK, Point, control
 def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     """The columns that say what `cfg` measures. layer: the one that the engine chose, where `cfg.layer` is None."""
     work = cfg.workload
-    columns: dict[str, Any] = {
-        "arm": str(cfg.method),
-        "model": cfg.model.name,
-        "workload": work.name,
-        "batch": work.batch,
-        "input_len": work.input_len,
-        "output_len": work.output_len,
-        "temperature": work.temperature,
-        "seed": cfg.seed,
-        "repeats": cfg.repeats,
-    }
+    columns: dict[str, Any] = {"arm": str(cfg.method), "model": cfg.model.name, "workload": work.name}
+    columns |= {name: getattr(work, name) for name in ("batch", "input_len", "output_len", "temperature")}
+    columns |= {"seed": cfg.seed, "repeats": cfg.repeats}
     if cfg.load.kind:
         limits = {"ttft_limit_ms": cfg.load.ttft_limit, "tpot_limit_ms": cfg.load.tpot_limit}
         columns |= {"batch": None, "repeats": cfg.load.repeats, **load_patterns.columns(cfg.load), **limits}
@@ -102,12 +94,8 @@ def with_delta(record: Record) -> Record:
         return record
     if record.outputs and record.identical == record.outputs:
         return replace(record, delta_ppl=0.0)
-    return replace(
-        record,
-        delta_ppl=record.delta_ppl_of_greedy,
-        delta_ppl_low=record.delta_ppl_of_greedy_low,
-        delta_ppl_high=record.delta_ppl_of_greedy_high,
-    )
+    ends = {f"delta_ppl{end}": getattr(record, f"delta_ppl_of_greedy{end}") for end in ("", "_low", "_high")}
+    return replace(record, **ends)
 
 
 def accept_row(point: Point) -> AcceptRow | None:
@@ -143,13 +131,6 @@ def drafting_summary(point: Point) -> dict[str, Any] | None:
     if own is None or verified is None:
         return None
     return counters.summary(own, verified.rounds, drafted or 0, verified.accepted)
-
-
-def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
-    """Draft tokens that a verify pass had before it, of one request; None without a round. The last drafts of a request
-    are often never verified, so there are more of them than vLLM's rounds account for; on CUDA a pass looks at more
-    places than were drafted. The fewer of the two are meant."""
-    return min(drafted, verified.places) / verified.rounds if verified.rounds else None
 
 
 def _measured(record: Record, point: Point) -> Record:
@@ -196,12 +177,11 @@ def _with_drafting(record: Record, point: Point) -> Record:
     if record.free_drafts:
         own = counters.total(repeat.drafting for repeat in point.repeats) or {}
         record = replace(record, free_drafted=own.get("free_drafted"), free_accepted=own.get("free_accepted"))
-    return replace(
-        record,
-        accept_rate=verified.accepted / drafted,
-        mean_accepted_len=1 + verified.accepted / verified.rounds,
-        drafted_per_round=drafts_per_round(drafted, verified),
-    )
+    # The last drafts of a request are often never verified; on CUDA a pass looks at more places than were drafted.
+    per_round = min(drafted, verified.places) / verified.rounds
+    yielded = 1 + verified.accepted / verified.rounds
+    rate = verified.accepted / drafted
+    return replace(record, accept_rate=rate, mean_accepted_len=yielded, drafted_per_round=per_round)
 
 
 def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:

@@ -71,13 +71,9 @@ def drawing(figure: Figure, panel: Panel) -> dict[str, Any]:
     for part in [spec, *spec.get("vconcat", [])]:
         if part.get("width") == "container":
             part["width"] = WIDTH
-    subtitle = ", ".join(filter(None, (panel.group, panel.name)))
-    return spec | {
-        "title": {"text": figure.title, "subtitle": subtitle},
-        "datasets": {ROWS: panel.data},
-        "config": config("#1f2933", "#55616e", "#d9dfe5"),
-        "padding": 14,
-    }
+    title = {"text": figure.title, "subtitle": ", ".join(filter(None, (panel.group, panel.name)))}
+    colours = config("#1f2933", "#55616e", "#d9dfe5")
+    return spec | {"title": title, "datasets": {ROWS: panel.data}, "config": colours, "padding": 14}
 
 
 def write(figure: Figure, panel: Panel, file: Path) -> Path:

@@ -128,12 +128,9 @@ def targets(sources: Sources) -> list[dict[str, str]]:
             reached = any(target.reached(row, name) for row in rows)
             best = (min if less_is_better(name) else max)(measured) if measured else None
             about = {"experiment": target.experiment, "arm": arm, "source": target.source}
-            found = {
-                "target": wish(name, low, high),
-                "measured": "not measured" if best is None else f"{best:.4g}",
-                "reached": "" if best is None else "yes" if reached else "no",
-            }
-            shown.append(about | found)
+            measured_best = "not measured" if best is None else f"{best:.4g}"
+            answer = "" if best is None else "yes" if reached else "no"
+            shown.append(about | {"target": wish(name, low, high), "measured": measured_best, "reached": answer})
     return shown
 
 
@@ -154,11 +151,8 @@ def checks(sources: Sources) -> list[dict[str, Any]]:
 def code() -> dict[str, str]:
     """The libraries of the page, packed: `vega` (with Vega-Lite and Vega-Embed), `table` and its `table_style`."""
     bundle = resources.files("itables").joinpath("html")
-    return {
-        "vega": _vega(),
-        "table": packed(bundle.joinpath("dt_bundle.js").read_text(encoding="utf-8")),
-        "table_style": packed(bundle.joinpath("dt_bundle.css").read_text(encoding="utf-8")),
-    }
+    table, style = (packed(bundle.joinpath(f"dt_bundle.{kind}").read_text(encoding="utf-8")) for kind in ("js", "css"))
+    return {"vega": _vega(), "table": table, "table_style": style}
 
 
 def _vega() -> str:

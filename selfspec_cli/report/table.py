@@ -219,14 +219,9 @@ def provenance(points: Sequence[Point]) -> list[dict[str, str]]:
         runs = [f"{point.run_id} ({' '.join(point.command)})" if point.command else point.run_id for point in members]
         commands = list(dict.fromkeys(runs))
         more = f" and {len(commands) - 20} more" if len(commands) > 20 else ""
-        words = {
-            "machine": device,
-            "versions": shown,
-            "git revision": revision,
-            "date": " to ".join(dict.fromkeys([days[0], days[-1]])),
-            "points": f"{len(members):,}",
-            "runs": ", ".join(commands[:20]) + more,
-        }
+        date = " to ".join(dict.fromkeys([days[0], days[-1]]))
+        words = {"machine": device, "versions": shown, "git revision": revision, "date": date}
+        words |= {"points": f"{len(members):,}", "runs": ", ".join(commands[:20]) + more}
         facts.append({name: text for name, text in words.items() if text})
     return facts
 

@@ -23,20 +23,8 @@ load. `Panel` has them, and whoever draws a panel puts them in (`with_panel`, an
 line of a legend has room for."""
 PLAIN, LOSSY, RED = "#84909c", "#b7791f", "#d64550"
 RIVALS = ["#958a7c", "#6c7781", "#7f8a80", "#8f8296"]
-SERIES = [
-    "#3b82c4",
-    "#c2681f",
-    "#2f9e77",
-    "#9b6bd3",
-    "#c9518d",
-    "#7d8a2e",
-    "#2a97a8",
-    "#a8664b",
-    "#6f7fd1",
-    "#b0577a",
-    "#4f9a4a",
-    "#8a6fb0",
-]
+SERIES = ["#3b82c4", "#c2681f", "#2f9e77", "#9b6bd3", "#c9518d", "#7d8a2e"]
+SERIES += ["#2a97a8", "#a8664b", "#6f7fd1", "#b0577a", "#4f9a4a", "#8a6fb0"]
 """All colours stand out from a white and from a dark page. Greys: plain decoding and vLLM's own methods."""
 STEP = 36  # pixels for a bar and the text above it
 SPACE, LETTER = "\u2003", 6.6  # between a value and a name; pixels of a letter, on average
@@ -86,6 +74,9 @@ def with_panel(spec: dict[str, Any], panel: Panel) -> dict[str, Any]:
 
 def config(ink: str, muted: str, line: str) -> dict[str, Any]:
     """How charts look, in three colours: of text, of the text of axes, and of lines."""
+    axis = {"labelColor": muted, "titleColor": muted, "gridColor": line, "domain": False, "ticks": False}
+    sizes = {"titleFontWeight": "normal", "labelFontSize": 12, "titleFontSize": 12, "labelPadding": 6}
+    legend = {"labelColor": ink, "labelFontSize": 12, "labelLimit": WIDTH, "symbolType": "circle"}
     return {
         "background": "#ffffff",
         "font": "sans-serif",
@@ -94,24 +85,8 @@ def config(ink: str, muted: str, line: str) -> dict[str, Any]:
         "tick": {"color": ink},
         "view": {"stroke": None},
         "title": {"anchor": "start", "color": ink, "subtitleColor": muted, "fontSize": 15, "offset": 12},
-        "axis": {
-            "labelColor": muted,
-            "titleColor": muted,
-            "gridColor": line,
-            "domain": False,
-            "ticks": False,
-            "titleFontWeight": "normal",
-            "labelFontSize": 12,
-            "titleFontSize": 12,
-            "labelPadding": 6,
-        },
-        "legend": {
-            "labelColor": ink,
-            "labelFontSize": 12,
-            "labelLimit": WIDTH,
-            "symbolType": "circle",
-            "layout": {"bottom": {"anchor": "start", "direction": "vertical"}},
-        },
+        "axis": axis | sizes,
+        "legend": legend | {"layout": {"bottom": {"anchor": "start", "direction": "vertical"}}},
     }
 
 
@@ -160,28 +135,15 @@ def colour(name: str, *, legend: bool = True) -> Any:
 def titles_above() -> Any:
     """The value (`text`) and the name (`arm`) of each bar above it, red where the arm is slower than its baseline. They
     are one text, so that neither runs into the other, broken into two lines where the place is narrow."""
-    return (
-        rows_chart()
-        .transform_calculate(title=f"datum.text + '{SPACE}' + datum.arm")
-        .transform_calculate(cut=f"lastindexof(slice(datum.title, 0, floor(width / {LETTER})), ' · ')")
-        .transform_calculate(
-            title=f"length(datum.title) * {LETTER} > width && datum.cut > 0 "
-            "? [slice(datum.title, 0, datum.cut + 2), slice(datum.title, datum.cut + 3)] : datum.title"
-        )
-        .mark_text(
-            align="left",
-            baseline="line-bottom",
-            dy=alt.expr("isArray(datum.title) ? -20 : -6"),
-            fontSize=12,
-            lineHeight=14,
-        )
-        .encode(
-            x=alt.value(0),
-            y=alt.Y("arm:N", sort=None, axis=None),
-            text="title:N",
-            color={"condition": {"test": "datum.slower === true", "value": RED}},
-        )
-    )
+    lines = "[slice(datum.title, 0, datum.cut + 2), slice(datum.title, datum.cut + 3)]"
+    chart = rows_chart().transform_calculate(title=f"datum.text + '{SPACE}' + datum.arm")
+    chart = chart.transform_calculate(cut=f"lastindexof(slice(datum.title, 0, floor(width / {LETTER})), ' · ')")
+    is_long = f"length(datum.title) * {LETTER} > width && datum.cut > 0"
+    chart = chart.transform_calculate(title=f"{is_long} ? {lines} : datum.title")
+    above = alt.expr("isArray(datum.title) ? -20 : -6")
+    chart = chart.mark_text(align="left", baseline="line-bottom", dy=above, fontSize=12, lineHeight=14)
+    red = {"condition": {"test": "datum.slower === true", "value": RED}}
+    return chart.encode(x=alt.value(0), y=arm_axis(), text="title:N", color=red)
 
 
 def arm_axis() -> Any:

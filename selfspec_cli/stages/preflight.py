@@ -39,7 +39,7 @@ from selfspec_cli.early_exit.resolved import flat_head_warning, warnings_for
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.extras import install
 from selfspec_cli.load_patterns.trace import is_trace
-from selfspec_cli.texts import chat
+from selfspec_cli.texts import questions
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("*token*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.tiktoken")
@@ -140,10 +140,10 @@ def check_requests(cfg: RunConfig) -> None:
             f"the {limit} tokens of {model.name}"
         )
     folder = _tokenizer_folder(cfg)
-    if folder is not None and work.prompts in chat.KINDS:
+    if folder is not None and work.prompts in questions.KINDS:
         own = config_document(folder / "tokenizer_config.json").get("chat_template")
         if not own and not _has(folder, ("*chat_template*",)):
-            raise ConfigError(chat.no_template(model.name))
+            raise ConfigError(questions.no_template(model.name))
     scored = cfg.perplexity_tokens if not cfg.load.kind else 0  # a load test scores no text
     if model.load_format == "dummy" and (scored or work.prompts != "random"):
         raise ConfigError(

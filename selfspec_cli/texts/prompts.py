@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.texts import chat, library, prompt_files
+from selfspec_cli.texts import library, prompt_files, questions
 from selfspec_cli.texts.prompt_files import Prompt
 
 Turn = list[int] | Callable[[Sequence[list[int]]], list[int]]
@@ -55,7 +55,7 @@ class Tokens:
         if the template passes over them. system: the system message; a template that refuses one has it before the
         question."""
         if not self.has_template:
-            raise ConfigError(chat.no_template(self.cfg.model.name))
+            raise ConfigError(questions.no_template(self.cfg.model.name))
         said = [question] if isinstance(question, str) else question
         messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
         if tools:
@@ -92,8 +92,8 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     if work.prompts == "random":
         draw = random.Random(cfg.seed)
         return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
-    if work.prompts in chat.KINDS:
-        prompts = chat.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
+    if work.prompts in questions.KINDS:
+        prompts = questions.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
         longest = max(map(len, prompts))
         if longest > work.input_len:
             raise ConfigError(

@@ -14,7 +14,7 @@ from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.stages import preflight
-from selfspec_cli.texts import chat, prompt_files
+from selfspec_cli.texts import prompt_files, questions
 from selfspec_cli.texts.prompt_files import Prompt, drawn, encoded, read
 from selfspec_cli.texts.prompts import Tokens, workload_prompts, workload_turns
 
@@ -322,16 +322,16 @@ def asked(cfg):
 def test_questions_are_asked_through_the_template_and_chosen_by_name(kind):
     words = [f"workload={kind}", "workload.input_len=4000", "workload.output_len=64", "workload.num_prompts=16"]
     texts = asked(compose_runs(overrides=words, sweep=False)[0])
-    assert texts == [f"<user>{question}<assistant>" for question in chat.chosen(16, 0, kind)]
+    assert texts == [f"<user>{question}<assistant>" for question in questions.chosen(16, 0, kind)]
     assert len(set(texts)) == 16
-    assert kind == "chat" or not set(chat.chosen(16, 0, kind)) & set(chat.chosen(16, 0))
+    assert kind == "chat" or not set(questions.chosen(16, 0, kind)) & set(questions.chosen(16, 0))
 
 
 def test_questions_are_distinct_and_another_seed_asks_others():
-    assert len(set(chat.QUESTIONS)) == len(chat.QUESTIONS)
-    first, second = chat.chosen(16, 0), chat.chosen(32, 1)
+    assert len(set(questions.QUESTIONS)) == len(questions.QUESTIONS)
+    first, second = questions.chosen(16, 0), questions.chosen(32, 1)
     assert not set(first) & set(second) and len(set(second)) == 32
-    assert chat.chosen(60, 0)[48:] == chat.chosen(12, 0)
+    assert questions.chosen(60, 0)[48:] == questions.chosen(12, 0)
 
 
 def test_a_model_without_a_template_and_a_prompt_that_is_too_long_are_refused():
@@ -343,12 +343,12 @@ def test_a_model_without_a_template_and_a_prompt_that_is_too_long_are_refused():
 
 
 def test_an_edit_names_one_change_and_shows_the_function():
-    found = chat.edits()
+    found = questions.edits()
     assert len(found) > 100
     for request in found:
         source = request.split("```python\n")[1].split("\n```")[0]
         (function,) = compile(source, "edit", "exec", flags=ast.PyCF_ONLY_AST).body
-        assert chat.EDITED_LINES[0] <= len(source.splitlines()) <= chat.EDITED_LINES[1]
+        assert questions.EDITED_LINES[0] <= len(source.splitlines()) <= questions.EDITED_LINES[1]
         assert request.endswith("Answer with the whole function.")
         if "_renamed" in request:
             assert f"`{function.name}_renamed`" in request
@@ -360,4 +360,4 @@ def test_questions_about_files_fill_the_prompt_with_code_and_begin_apart():
     assert len(texts) == 8 and all(1900 <= len(text) <= 2000 for text in texts)
     beginnings = {text.split("```python\n")[1][:200] for text in texts}
     assert len(beginnings) == 8, "no two may share their keys and values"
-    assert [text.removesuffix("<assistant>").split("\n```\n\n")[-1] for text in texts] == [*chat.ABOUT_FILES]
+    assert [text.removesuffix("<assistant>").split("\n```\n\n")[-1] for text in texts] == [*questions.ABOUT_FILES]

@@ -15,7 +15,7 @@ from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import Output, emit, say, warn
 from selfspec_cli.commands.shared import Folder, command
 from selfspec_cli.record.columns import plain
-from selfspec_cli.report import Format
+from selfspec_cli.report.table import Format
 
 
 class By(StrEnum):

@@ -16,9 +16,9 @@ from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.columns import Record, chosen, known
 from selfspec_cli.record.intervals import Interval, overlap, speedup_interval
 from selfspec_cli.record.point import Point
-from selfspec_cli.report import Format, sources
 from selfspec_cli.report import rows as names
-from selfspec_cli.report.table import as_csv, as_json, markdown
+from selfspec_cli.report import sources
+from selfspec_cli.report.table import Format, as_csv, as_json, markdown
 
 FASTER, SLOWER, NOISE, UNKNOWN = "faster", "slower", "within noise", "not known"
 HEAD = ("arm", "A tok/s", "B tok/s", "B over A", "B is", "A speedup", "B speedup", "speedups", "A accept", "B accept")

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from enum import StrEnum
 from functools import partial
 from string import ascii_uppercase
 from typing import Any
@@ -21,9 +22,17 @@ from selfspec_cli.record import columns, tables
 from selfspec_cli.record.columns import Record, Summary, disturbed, plain
 from selfspec_cli.record.point import OK, Point
 from selfspec_cli.record.targets import Target, less_is_better
-from selfspec_cli.report import Format
 from selfspec_cli.report.rows import groups, label, overview, times
 from selfspec_cli.report.sources import Sources
+
+
+class Format(StrEnum):
+    """What `selfspec report --format` writes; html is the page, the others go to stdout."""
+
+    html = "html"
+    md = "md"
+    csv = "csv"
+    json = "json"
 
 
 def speed(row: Record) -> str:

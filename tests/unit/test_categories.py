@@ -11,7 +11,8 @@ from points import against, baseline
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import latency, tables
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.report import Format, figures, sources, table
+from selfspec_cli.report import figures, sources, table
+from selfspec_cli.report.table import Format
 
 
 def request(category, seconds, steps):

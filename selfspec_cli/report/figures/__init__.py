@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from selfspec_cli.record.columns import Record
 from selfspec_cli.report import rows as names
-from selfspec_cli.report.figures import drafts, quality, speed, under_load
+from selfspec_cli.report.figures import drafts, speed, under_load
 from selfspec_cli.report.figures.base import LOSSY, PLAIN, RIVALS, SERIES, Figure, Panel, name_of
 from selfspec_cli.report.rows import Group, groups
 from selfspec_cli.report.sources import Sources
@@ -23,10 +23,10 @@ def of_sources(sources: Sources) -> list[Figure]:
         *under_load.users_and_gpus(by_load),
         *under_load.waits(by_load),
         *under_load.over_time(sources.points),
-        *quality.identical(together, sources.points),
+        *drafts.identical(together, sources.points),
         *speed.throughput(together),
         *speed.by_category(together, sources.points),
-        *quality.perplexities(together),
+        *drafts.perplexities(together),
         *drafts.against(together, "threshold"),
         *drafts.against(together, "k"),
         *drafts.positions(together, sources.accepts),

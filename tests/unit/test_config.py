@@ -194,12 +194,6 @@ def test_the_interpreted_runner_of_a_cpu_has_a_baseline_of_its_own():
     assert run_key(baseline_of(gpu)) == run_key(baseline_of(RunConfig(engine=GPU)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_threshold_is_read_by_every_gate(kind):
-    assert schema.gate_threshold(RunConfig(gate=GateConfig(kind), threshold=0.25)) == 0.25
-    assert schema.gate_threshold(RunConfig(gate=GateConfig(kind))) == GATES[kind].default
-
-
 HIDDEN, VOCAB = 4, 8
 
 
@@ -380,8 +374,3 @@ def test_what_is_no_safetensors_file_still_has_a_name(tmp_path, content):
     before = model_fingerprint(cfg)
     (tmp_path / "M" / "model.safetensors").write_bytes(content + b"1")
     assert model_fingerprint(cfg) != before
-
-
-def test_a_model_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match="no folder /not/there"):
-        model_fingerprint(RunConfig(model=schema.ModelConfig(name="M", path="/not/there")))

@@ -104,15 +104,6 @@ def test_files_that_are_no_points_are_one_warning_and_left_alone(tmp_path):
     assert "and 73 more" in warnings[0]
 
 
-def test_a_failed_rerun_leaves_a_good_point_as_it_was(tmp_path):
-    file = folder.save(tmp_path, ARM)
-    before = file.read_bytes()
-    folder.save(tmp_path, failed("1", run_id="20261122-000000-bbbb", versions={"selfspec": "9"}))
-    assert file.read_bytes() == before
-    kept, rerun = folder.read(tmp_path)[0]
-    assert (kept, rerun.ok, kept.versions, rerun.versions) == (ARM, False, {"selfspec": "0.1.0"}, {"selfspec": "9"})
-
-
 def _save_many(results, name, acknowledged):
     """Save 1,000 points and say of each that it is saved."""
     for number in range(1000):

@@ -12,7 +12,6 @@ from points import against, baseline, point
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import GateConfig, Method, RunConfig, WorkloadConfig
 from selfspec_cli.record import folder, quality, tables
-from selfspec_cli.record.intervals import perplexity_interval
 from selfspec_cli.record.quality import EVAL, GENERATED, TEXT, Finding
 from selfspec_cli.texts.library import rolling
 
@@ -49,10 +48,6 @@ def test_a_difference_is_paired_by_document():
     assert 0 < low < ours.perplexity - theirs.perplexity < high
     assert high - low < 0.3 * (theirs.interval()[1] - theirs.interval()[0])
     assert theirs.interval(theirs) == (0.0, 0.0)
-
-
-def test_one_document_has_no_interval():
-    assert perplexity_interval([3.0], [3]) is None
 
 
 SHAPES = [(30, 8, 4), (30, 8, 7), (8, 8, 1), (9, 8, 3), (2, 8, 4), (31, 5, 1)]

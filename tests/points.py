@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.record.point import Measurement, Point, Repeat, compare
+from selfspec_cli.record.statistics import RequestTimes
 
 RUN = "20261121-000000-aaaa"
 ARM = {

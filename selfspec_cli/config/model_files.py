@@ -43,9 +43,6 @@ SAMPLES = 16  # blocks of one tensor, evenly spaced; a tensor no larger than all
 FILE_SAMPLES = 1024  # likewise of a weight file that is not safetensors
 _ABOUT_THE_FILE = ("_name_or_path", "transformers_version")  # entries of config.json that say nothing of the model
 
-Files = tuple[tuple[str, int, int], ...]
-"""Name, modification time (ns) and size (bytes) of the files that a fingerprint reads."""
-
 
 def model_fingerprint(cfg: RunConfig) -> str:
     """Sixteen hex digits that name the weights of `cfg`; equal for equal content wherever it is stored. Weights are
@@ -54,11 +51,11 @@ def model_fingerprint(cfg: RunConfig) -> str:
     model, dummy = cfg.model, cfg.model.load_format == "dummy"
     folder = Path(paths.model_path(model)).expanduser()
     facts: dict[str, object] = {"overrides": model.hf_overrides} | ({"seed": cfg.seed} if dummy else {})
-    if not folder.is_dir():
+    if folder.is_dir():
+        facts["folder"] = _of_folder(folder.resolve(), weights=not dummy)
+    else:
         file = paths.in_hub_cache(model, "config.json")  # its folder has the name of the commit
         facts["hub"] = [model.path, model.revision or "main" if file is None else file.parent.name]
-    else:
-        facts["folder"] = _of_folder(str(folder.resolve()), _listed(folder, weights=not dummy))
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 
@@ -79,27 +76,25 @@ def head_folder(cfg: RunConfig) -> Path:
     return Path(cfg.head_dir).expanduser() / folder_name(cfg)
 
 
-def _listed(folder: Path, weights: bool) -> Files:
-    """The files of a model folder that decide what it computes, by name."""
+def _of_folder(folder: Path, weights: bool) -> str:
+    """SHA-256 of the files that decide what a model computes; a file whose time or size changed is read anew."""
     try:
         found = [folder / "config.json"]
         if weights:
             found += sorted(file for file in folder.iterdir() if file.suffix in WEIGHT_FILES)
-        stats = [(file.name, file.stat()) for file in found]
+        stats = [(file, file.stat()) for file in found]
     except OSError as error:
         raise ConfigError(f"cannot read the model in {folder}: {error.strerror}") from error
-    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+    return _of_files(tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats))
 
 
 @lru_cache(maxsize=256)
-def _of_folder(folder: str, files: Files) -> str:
-    """SHA-256 of what `_listed` found; a change of a time or a size in `files` is read anew."""
+def _of_files(files: tuple[tuple[Path, int, int], ...]) -> str:
     digest = hashlib.sha256()
-    for name, _, size in files:
-        path = Path(folder) / name
-        digest.update(f"{name} ".encode())
+    for path, _, size in files:
+        digest.update(f"{path.name} ".encode())
         try:
-            if name == "config.json":
+            if path.name == "config.json":
                 digest.update(_config(path))
                 continue
             digest.update(f"{size} ".encode())
@@ -153,9 +148,8 @@ def _spread(start: int, size: int, samples: int) -> Iterator[tuple[int, int]]:
     """All of `size` bytes from `start` if they are few, otherwise evenly spaced blocks, the first and the last in."""
     if size <= samples * BLOCK:
         yield start, size
-        return
-    for number in range(samples):
-        yield start + number * (size - BLOCK) // (samples - 1), BLOCK
+    else:
+        yield from ((start + number * (size - BLOCK) // (samples - 1), BLOCK) for number in range(samples))
 
 
 Counts = Callable[[], "Tensor"]  # returns token counts [V] of a corpus; called only if no fit has saved any
@@ -164,12 +158,10 @@ Counts = Callable[[], "Tensor"]  # returns token counts [V] of a corpus; called 
 def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
     """Refuse (ConfigError, HeadError) a head that cannot be used at `layer` of a model with these facts; reads only a
     file's header."""
-    file = full_head(cfg, layer)
-    if file is None:
+    if (file := full_head(cfg, layer)) is None:
         return
-    metadata = metadata_of(file)
+    metadata, asked = metadata_of(file), head_spec(replace(cfg.head, path=None))
     require_model(file, metadata, layer=layer, hidden=facts.hidden, vocab_size=facts.vocab_size)
-    asked = head_spec(replace(cfg.head, path=None))
     if asked not in (HeadSpec(), metadata.spec):
         raise ConfigError(f"head={asked.name} with head.path={cfg.head.path}: the file holds {metadata.spec.name}")
 

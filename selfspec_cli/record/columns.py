@@ -58,7 +58,7 @@ class Summary:
     predicted: float | None = None  # speedup by the cost model, from bytes read and the accepted length measured
     accept_rate: float | None = None  # accepted / drafted tokens; of an active request in a draft step, too
     mean_accepted_len: float | None = None  # tokens a verify step yields: 1 + accepted/rounds
-    ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
+    ttft_ms: float | None = None  # time to first token, median (`record.statistics` defines all of these)
     tpot_ms: float | None = None  # time for each output token after the first, median over requests
     ppl: float | None = None  # text, under the arm's own predictions: baseline and skip (`ppl_protocol` says how)
     delta_ppl: float | None = None  # minus the baseline's; of a verified arm, 0 if all outputs are equal

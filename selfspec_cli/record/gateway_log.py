@@ -2,7 +2,7 @@
 
 Which requests are the baseline is drawn at random, so the two sides are alike. Compared are seconds and money for one
 token of the answer; the gain is the mean of the plain side over that of a route, with a 95 % interval by bootstrap
-(`intervals`). A gain above 1 is a win.
+(`statistics`). A gain above 1 is a win.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from selfspec_cli.record.intervals import LEVEL, SEED, Interval
+from selfspec_cli.record.statistics import LEVEL, SEED, Interval
 
 FOLDER = "gateway"  # in the results folder
 KEPT = 2000  # newest requests of a route

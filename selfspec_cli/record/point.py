@@ -13,8 +13,7 @@ from statistics import median
 from typing import Any
 
 from selfspec_cli.early_exit.counters import Snapshot, VerifyCounts
-from selfspec_cli.record.intervals import speedup_interval
-from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.statistics import RequestTimes, speedup_interval
 
 FORMAT = 1
 OK, FAILED = "ok", "failed"

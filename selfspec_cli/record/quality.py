@@ -17,7 +17,7 @@ from typing import Any
 from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
 from selfspec_cli.record import archive
-from selfspec_cli.record.intervals import Interval, perplexity_interval
+from selfspec_cli.record.statistics import Interval, perplexity_interval
 
 FOLDER, VERDICTS = "quality", "verify"
 TEXT, GENERATED, EVAL = "text", "generated", "eval"

@@ -18,10 +18,10 @@ from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.settings import OPTIONS, arm_settings
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.record import latency
+from selfspec_cli.record import statistics
 from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header, known
-from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import FAILED, OK, Point, control
+from selfspec_cli.record.statistics import speedup_interval
 
 
 def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def drafting_summary(point: Point) -> dict[str, Any] | None:
 def _measured(record: Record, point: Point) -> Record:
     against, is_baseline = point.compared_with, point.arm["arm"] == "baseline"
     values: dict[str, Any] = {name: point.engine[name] for name in ENGINE_COLUMNS if point.engine.get(name) is not None}
-    values |= known(latency.summary(request for repeat in point.repeats for request in repeat.requests))
+    values |= known(statistics.summary(request for repeat in point.repeats for request in repeat.requests))
     values["ppl"] = point.perplexity
     if speeds := point.tok_s:
         values |= {"tok_s_median": median(speeds), "tok_s_min": min(speeds), "tok_s_max": max(speeds)}
@@ -161,7 +161,7 @@ def _of_load(point: Point) -> dict[str, Any]:
     values["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
     limits = point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms")
     if any(limits):
-        values["goodput"] = median([latency.goodput(one.requests, one.seconds, *limits) for one in point.repeats])
+        values["goodput"] = median([statistics.goodput(one.requests, one.seconds, *limits) for one in point.repeats])
     return values
 
 

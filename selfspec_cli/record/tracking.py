@@ -19,7 +19,7 @@ from typing import Any
 from selfspec_cli import extras
 from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
-from selfspec_cli.record import folder, latency, tables
+from selfspec_cli.record import folder, statistics, tables
 from selfspec_cli.record.columns import Record, Summary, header, plain
 from selfspec_cli.record.point import Point, to_json
 from selfspec_cli.record.quality import arm_in_words
@@ -58,7 +58,7 @@ class _Wandb(Tracker):
             run.summary.update({name: value for name, value in asdict(row).items() if value is not None})
             for number, speed in enumerate(point.tok_s):
                 run.log({"repeat": number, "tok_s": speed})
-            times = latency.by_name(request for repeat in point.repeats for request in repeat.requests)
+            times = statistics.by_name(request for repeat in point.repeats for request in repeat.requests)
             for name, seconds in times.items():
                 if seconds:
                     run.log({f"latency/{name}_ms": self._wandb.Histogram([1000 * value for value in seconds])})

@@ -21,8 +21,8 @@ from selfspec_cli.record.columns import Record, header, meanings
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import less_is_better
 from selfspec_cli.report.figures.base import Figure, Panel, config, sig
+from selfspec_cli.report.make import Sources
 from selfspec_cli.report.rows import groups, label, latest, overview
-from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import provenance, wish
 from selfspec_cli.whole import atomic_write, cache_dir
 
@@ -175,26 +175,13 @@ def packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-SHOWN = {
-    "arm": "arm",
-    "tok_s_median": "tok/s",
-    "speedup": "speedup",
-    "speedup_low": "low",
-    "speedup_high": "high",
-    "accept_rate": "accepted",
-    "mean_accepted_len": "tok/step",
-    "ttft_ms": "TTFT ms",
-    "tpot_ms": "TPOT ms",
-    "delta_ppl": "ΔPPL",
-    "identical": "identical",
-    "verdict": "verdict",
-    "batch": "batch",
-    "model": "model",
-    "device": "machine",
-    "status": "status",
-}
-"""Columns that are visible before a reader chooses others, and their titles; all that hold something can be chosen."""
-TITLES = SHOWN | {"tok_s_min": "slowest", "tok_s_max": "fastest", "itl_ms": "ITL ms", "e2e_ms": "E2E ms", "ppl": "PPL"}
+SHOWN = ["arm", "tok_s_median", "speedup", "speedup_low", "speedup_high", "accept_rate", "mean_accepted_len", "ttft_ms"]
+SHOWN += ["tpot_ms", "delta_ppl", "identical", "verdict", "batch", "model", "device", "status"]
+"""Columns that are visible before a reader chooses others; all that hold something can be chosen."""
+TITLES = {"tok_s_median": "tok/s", "tok_s_min": "slowest", "tok_s_max": "fastest", "speedup_low": "low"}
+TITLES |= {"speedup_high": "high", "accept_rate": "accepted", "mean_accepted_len": "tok/step", "ttft_ms": "TTFT ms"}
+TITLES |= {"tpot_ms": "TPOT ms", "itl_ms": "ITL ms", "e2e_ms": "E2E ms", "delta_ppl": "ΔPPL", "ppl": "PPL"}
+TITLES["device"] = "machine"  # other columns have their names
 ARM = (
     "what was run: exit layer E, draft length k, head, and the gate's condition to go on drafting; with acceptance "
     "set, every round yields so many tokens whatever was drafted, and the speed says what drafting costs alone"

@@ -10,8 +10,8 @@ from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.columns import Record, disturbed
-from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.point import OK
+from selfspec_cli.record.statistics import overlap
 from selfspec_cli.record.tables import UNVERIFIED, asked
 
 RIVALS = ("vllm", "ngram", "draft_model")  # arms that draft by vLLM's own methods

@@ -21,7 +21,7 @@ from selfspec_cli.engine import cores, scoring
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.scoring import Passage
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import latency, point
+from selfspec_cli.record import point, statistics
 from selfspec_cli.record.columns import disturbed
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.record.quality import perplexity as of_scores
@@ -57,7 +57,7 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute:
     facts |= engine.call("early_exit_meter_stop") | used
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
     if kinds:
-        facts["categories"] = latency.by_category(
+        facts["categories"] = statistics.by_category(
             [list(zip(kinds, part.requests, part.steps, strict=True)) for part in repeats]
         )
     if execute:

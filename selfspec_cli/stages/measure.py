@@ -19,7 +19,7 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record.intervals import speedup_interval
+from selfspec_cli.record.statistics import speedup_interval
 from selfspec_cli.texts.prompts import Turn
 
 PLAIN = Setting("none", None, 0)  # no drafts at all

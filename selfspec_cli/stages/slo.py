@@ -18,17 +18,16 @@ from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.engine.clients import Run
 from selfspec_cli.engine.server import Server
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import latency
-from selfspec_cli.record.intervals import LEVEL
-from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record import statistics
 from selfspec_cli.record.point import Measurement, median
+from selfspec_cli.record.statistics import LEVEL, RequestTimes
 from selfspec_cli.record.tables import SEARCHED
 from selfspec_cli.stages.load import Loader
 
 VALUES: dict[str, Callable[[RequestTimes], float | None]] = {
-    "ttft": latency.ttft,
-    "tpot": latency.tpot,
-    "e2e": latency.end_to_end,
+    "ttft": statistics.ttft,
+    "tpot": statistics.tpot,
+    "e2e": statistics.end_to_end,
 }
 """What a limit can be about, in seconds of a request."""
 NAMES = tuple(f"{name}_p{percent}" for name in VALUES for percent in (50, 90, 95, 99))

@@ -9,9 +9,9 @@ import pytest
 from points import against, baseline
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import latency, tables
-from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.report import figures, sources, table
+from selfspec_cli.record import statistics, tables
+from selfspec_cli.record.statistics import RequestTimes
+from selfspec_cli.report import figures, make, table
 from selfspec_cli.report.table import Format
 
 
@@ -30,13 +30,13 @@ def runs(factor, steps):
 
 
 def test_a_category_has_the_speed_of_its_requests_and_what_its_steps_kept():
-    found = latency.by_category(runs(1.0, [1, 3, 1, 2]))
+    found = statistics.by_category(runs(1.0, [1, 3, 1, 2]))
     assert [*found] == ["math", "translation", "all"]
     assert [one["requests"] for one in found.values()] == [3, 6, 9]
     assert found["math"]["tok_s"] == pytest.approx([7, 7 / 1.1, 7 / 0.9])
     assert found["all"]["tok_s"] == pytest.approx([21 / 5, 21 / 5.5, 21 / 4.5])
     assert (found["math"]["steps"], found["math"]["accepted_at"]) == (9, [6, 3])  # the first output is no step
-    unknown = latency.by_category([[("", RequestTimes(0.0, (1.0, 2.0), 4), ())]])
+    unknown = statistics.by_category([[("", RequestTimes(0.0, (1.0, 2.0), 4), ())]])
     assert [*unknown] == ["none", "all"] and "steps" not in unknown["none"]
 
 
@@ -44,12 +44,12 @@ def test_a_category_has_the_speed_of_its_requests_and_what_its_steps_kept():
 def folder():
     """A baseline and two arms by category, and a third arm of a workload without any."""
     plain = baseline()
-    plain = replace(plain, engine=plain.engine | {"categories": latency.by_category(runs(1.0, [1] * 7))})
+    plain = replace(plain, engine=plain.engine | {"categories": statistics.by_category(runs(1.0, [1] * 7))})
     twice = against(plain, "1")
-    twice = replace(twice, engine=twice.engine | {"categories": latency.by_category(runs(2.0, [1, 3, 3]))})
+    twice = replace(twice, engine=twice.engine | {"categories": statistics.by_category(runs(2.0, [1, 3, 3]))})
     slower = against(plain, "2", arm=twice.arm | {"k": 3})
-    slower = replace(slower, engine=slower.engine | {"categories": latency.by_category(runs(0.5, [1, 2, 2, 2]))})
-    return sources.of_points([plain, twice, slower, against(plain, "3", arm=twice.arm | {"k": 2})])
+    slower = replace(slower, engine=slower.engine | {"categories": statistics.by_category(runs(0.5, [1, 2, 2, 2]))})
+    return make.of_points([plain, twice, slower, against(plain, "3", arm=twice.arm | {"k": 2})])
 
 
 def test_rows_are_compared_with_the_same_category_of_the_baseline(folder):
@@ -74,7 +74,7 @@ def test_the_report_by_category_has_a_line_for_each_and_one_for_all(folder):
     assert len(lines) == 9 and {line["arm"] for line in lines} > {"baseline"}
     assert len(json.loads(table.by_category(folder, Format.json))) == 9
     with pytest.raises(ConfigError, match="no point has categories"):
-        table.matrices(sources.of_points([baseline()]))
+        table.matrices(make.of_points([baseline()]))
 
 
 @pytest.mark.slow

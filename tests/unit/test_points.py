@@ -10,9 +10,8 @@ from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.record import columns, tables
-from selfspec_cli.record.intervals import overlap, speedup_interval
-from selfspec_cli.record.latency import RequestTimes, goodput, windows
 from selfspec_cli.record.point import Measurement, Repeat, compare, from_json, output_digests, to_json
+from selfspec_cli.record.statistics import RequestTimes, goodput, overlap, speedup_interval, windows
 from selfspec_cli.report.figures import under_load
 from selfspec_cli.report.rows import group_title
 

@@ -17,8 +17,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.targets import Target, experiments_of, less_is_better, targets_of
-from selfspec_cli.report import figures, page, rows, sources, table
-from selfspec_cli.report import make as report
+from selfspec_cli.report import figures, make, page, rows, table
 from selfspec_cli.report.table import wish
 
 BASE = Record(
@@ -262,12 +261,12 @@ def results(tmp_path):
 @pytest.mark.slow
 def test_the_stage_writes_the_page_and_the_figures_that_are_asked_for(results, tmp_path):
     (results / "summary.csv").write_text("garbage\n" * 400)  # nothing reads it
-    made, file, pictures = report.run(results, tmp_path / "out")
+    made, file, pictures = make.run(results, tmp_path / "out")
     assert (file, pictures) == (tmp_path / "out" / "report.html", [])
     assert (len(made.rows), made.warnings) == (3, [])
     assert "&lt;no&gt; memory" not in file.read_text()  # it is data: packed, and set as text by the browser
     assert unpacked(file)["table"]["points"] == [row.point for row in made.rows]
-    files = report.run(results, tmp_path / "out", files=True)[2]
+    files = make.run(results, tmp_path / "out", files=True)[2]
     assert {file.suffix for file in files} == {".svg", ".png"}
     assert all(file.stat().st_size > 3000 for file in files)
 
@@ -280,18 +279,18 @@ def unpacked(file):
 
 @pytest.mark.slow
 def test_the_page_makes_no_request_and_escapes(results, tmp_path):
-    text = report.run(results, tmp_path)[1].read_text()
+    text = make.run(results, tmp_path)[1].read_text()
     visible = re.sub(r'(?s)<script type="text/plain".*?</script>', "", text)
     assert not re.search(r"""(src|href)=["'](?!data:|#)|@import|url\(|fetch\(|https?://""", visible)
     assert len(text) < page.LIMIT
     hostile = replace(baseline(), device="<img src=x onerror=alert(1)>")
     folder.save(tmp_path / "hostile", hostile)
-    text = report.run(tmp_path / "hostile", tmp_path)[1].read_text()
+    text = make.run(tmp_path / "hostile", tmp_path)[1].read_text()
     assert "<img" not in text and "&lt;img src=x" in text
 
 
 def test_a_row_opens_everything_that_is_kept_of_it(results):
-    found = sources.read(results)
+    found = make.read(results)
     shown = page.details(found)
 
     def section(made, title):
@@ -310,7 +309,7 @@ def test_a_row_opens_everything_that_is_kept_of_it(results):
 
 @pytest.mark.slow
 def test_a_figure_of_very_many_panels_says_what_it_leaves_out(results, monkeypatch):
-    found = sources.read(results)
+    found = make.read(results)
     (whole, *_) = figures.of_sources(found)
     many = replace(
         whole, panels=[replace(whole.panels[0], name=str(n), points=whole.panels[0].points[:1] * n) for n in range(5)]
@@ -326,7 +325,7 @@ def test_a_figure_of_very_many_panels_says_what_it_leaves_out(results, monkeypat
 
 def test_no_points_say_how_to_make_some(tmp_path):
     with pytest.raises(ConfigError, match="selfspec sweep"):
-        report.run(tmp_path, tmp_path)
+        make.run(tmp_path, tmp_path)
 
 
 def test_provenance_is_every_points_own():
@@ -344,7 +343,7 @@ def test_provenance_is_every_points_own():
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 
 
-@pytest.mark.parametrize("place", sources.folders(PUBLISHED), ids=lambda place: str(place.relative_to(PUBLISHED)))
+@pytest.mark.parametrize("place", make.folders(PUBLISHED), ids=lambda place: str(place.relative_to(PUBLISHED)))
 def test_published_speedups_are_over_the_published_baselines(place):
     points, warnings = folder.read(place)
     assert warnings == [] and points
@@ -365,10 +364,10 @@ def test_what_roc_left_is_in_the_page(results):
     place.mkdir(parents=True)
     curve = {"gate": "margin", "auc": 0.81, "false": [0, 0.2, 1], "true": [0, 0.7, 1]}
     (place / "curves.json").write_text(json.dumps({"panels": [{"title": "E=3", "of": "all", "curves": [curve]}]}))
-    made = {figure.name: figure for figure in figures.of_sources(sources.read(results))}
+    made = {figure.name: figure for figure in figures.of_sources(make.read(results))}
     assert [row["true"] for row in made["roc"].panels[0].data] == [0, 0.7, 1]
     (place / "curves.json").write_text("{")
-    torn = sources.read(results)
+    torn = make.read(results)
     assert "curves.json" in torn.warnings[0] and torn.curves == {}
 
 
@@ -486,9 +485,9 @@ def test_what_is_reached_depends_on_which_way_is_better():
 
 
 def test_the_page_says_what_was_reached_and_has_no_targets_without_an_experiment(mine):
-    rows = page.targets(sources.of_points([by("mine")]))
+    rows = page.targets(make.of_points([by("mine")]))
     assert [(one["target"], one["measured"], one["reached"]) for one in rows] == [
         ("speedup ≥ 2.05x", "not measured", ""),
         ("delta_ppl +0.18 to +1.50", "not measured", ""),
     ]
-    assert page.targets(sources.of_points([baseline()])) == []
+    assert page.targets(make.of_points([baseline()])) == []

@@ -13,8 +13,8 @@ from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import LoadConfig, RunConfig
 from selfspec_cli.load_patterns.poisson import poisson
 from selfspec_cli.record import tables
-from selfspec_cli.record.latency import RequestTimes, ttft
 from selfspec_cli.record.point import Measurement, Repeat
+from selfspec_cli.record.statistics import RequestTimes, ttft
 from selfspec_cli.record.tables import searched
 from selfspec_cli.stages.slo import Search, Verdict, as_searches, greatest, judge, parse
 

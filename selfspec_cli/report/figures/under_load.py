@@ -12,7 +12,7 @@ from typing import Any
 import altair as alt
 
 from selfspec_cli import load_patterns
-from selfspec_cli.record import latency, tables
+from selfspec_cli.record import statistics, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.tables import UNVERIFIED
@@ -228,7 +228,7 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
     for point in points:
         if not point.arm.get("arrivals") or not point.repeats:
             continue
-        minutes = latency.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
+        minutes = statistics.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
         if len(minutes) < 3:
             continue
         row = tables.row(point)

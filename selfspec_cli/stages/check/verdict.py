@@ -17,8 +17,8 @@ from typing import Any
 from selfspec_cli.config import machine
 from selfspec_cli.record import archive, tables
 from selfspec_cli.record.folder import explained
-from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import Point, median
+from selfspec_cli.record.statistics import speedup_interval
 from selfspec_cli.stages.check.file import IDENTICAL, START, Bound, Case
 
 GREEN, RED, UNSURE, ABSENT = "green", "red", "not measurable", "not applicable"

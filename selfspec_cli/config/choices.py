@@ -45,16 +45,13 @@ def file_choices(group: str) -> dict[str, Path]:
 
 def _named_in(file: Path) -> dict[str, Any]:
     """The choices of a file that holds several: names with settings below them."""
-    return {name: settings or {} for name, settings in _content(file).items() if _is_choice(name, settings)}
+    stat = file.stat()
+    content = _read_once(file, stat.st_mtime_ns, stat.st_size)
+    return {name: settings or {} for name, settings in content.items() if _is_choice(name, settings)}
 
 
 def _is_choice(name: Any, settings: Any) -> bool:
     return isinstance(name, str) and (settings is None or isinstance(settings, dict))
-
-
-def _content(file: Path) -> dict[Any, Any]:
-    stat = file.stat()
-    return _read_once(file, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=64)
@@ -148,7 +145,7 @@ def unread_files() -> list[str]:
         elif entry.suffix in (".yml", ".json", ".toml") or (entry.suffix == _SUFFIX and entry.stem not in GROUPS):
             found.append(f"./conf/{entry.name} is not read: a choice is NAME in ./conf/GROUP{_SUFFIX}")
         elif entry.suffix == _SUFFIX:
-            strange = [str(name) for name, settings in _content(entry).items() if not _is_choice(name, settings)]
+            strange = [str(name) for name, settings in paths.read_yaml(entry).items() if not _is_choice(name, settings)]
             if strange:
                 not_read = f"./conf/{entry.name}: {', '.join(strange)} is not read"
                 found.append(f"{not_read}: a choice is NAME with its settings below it")

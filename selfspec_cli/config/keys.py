@@ -199,7 +199,10 @@ def digests(cfg: RunConfig) -> dict[str, str]:
     if cfg.workload.prompts not in schema.PROMPTS or cfg.workload.prompts == schema.HUMANEVAL:
         found["prompts"] = file_digest(prompts_file(cfg.workload.prompts))
     if cfg.method in EARLY_EXIT and model is not None:
-        found["head"] = _head(cfg)
+        schema.head_spec(replace(cfg.head, path=None))  # raises SettingsError for a combination that there is not
+        layer = layer_in_force(cfg) or 0  # no head is of layer 0: without a layer only a file that is named is found
+        head = _unless_refused(lambda cfg: full_head(cfg, layer), cfg)
+        found["head"] = None if head is None else file_digest(head)
         if cfg.vocab != "full":  # a list of token ids, or the counts that say which tokens are the most frequent
             listed = head_folder(cfg) / COUNTS_FILE if cfg.vocab.isdigit() else Path(cfg.vocab).expanduser()
             found["vocab"] = file_digest(listed)
@@ -225,13 +228,6 @@ def _unless_refused(find: Callable[[RunConfig], T], cfg: RunConfig) -> T | None:
         return find(cfg)
     except SettingsError:
         return None
-
-
-def _head(cfg: RunConfig) -> str | None:
-    schema.head_spec(replace(cfg.head, path=None))  # raises SettingsError for a combination that there is not
-    layer = layer_in_force(cfg) or 0  # no head is of layer 0: without a layer only a file that is named is found
-    file = _unless_refused(lambda cfg: full_head(cfg, layer), cfg)
-    return None if file is None else file_digest(file)
 
 
 def _tokenizer(cfg: RunConfig) -> str | None:

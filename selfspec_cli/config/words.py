@@ -159,13 +159,11 @@ def _documents(key: str, value: str) -> tuple[dict[str, Any], ...]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, QuotedString):
-        return value.text
     if isinstance(value, dict):
         return {str(_plain(name)): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [*map(_plain, value)]
-    return value
+    return value.text if isinstance(value, QuotedString) else value
 
 
 def _check_sweep(override: Override, typed: str) -> None:

@@ -254,6 +254,6 @@ def _value(name: str, text: str, word: str) -> Any:
             raise ConfigError(f"{word}: {name} is true or false")
         return text.lower() == "true"
     try:
-        return text if kind.startswith("str") else float(text)
+        return float(text) if kind.startswith(("int", "float")) else text
     except ValueError as error:
         raise ConfigError(f"{word}: {name} is a number, not {text!r}") from error

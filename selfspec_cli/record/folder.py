@@ -9,7 +9,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, profiles, quality, tables
-from selfspec_cli.record.columns import TABLES, AcceptRow, Record
+from selfspec_cli.record.columns import TABLES, AcceptRow
 from selfspec_cli.record.point import Point, from_json, to_json
 from selfspec_cli.whole import atomic_write, written
 
@@ -108,23 +108,19 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
             raise FileExistsError
         atomic_write(target, to_json(point))
         _sync(target.parent)
-    for name, lines in _lines(with_quality(results, [point])).items():
-        if lines:
-            path, text = Path(results) / name, columns.text(TABLES[name], lines)
+    for name, text in _texts(with_quality(results, [point])).items():
+        if line := text.partition("\n")[2]:
+            path = Path(results) / name
             with explained(path), path.open("a", encoding="utf-8") as file:  # one write: several workers may write
-                file.write(text.partition("\n")[2] if file.tell() else text)
+                file.write(line if file.tell() else text)
     return target
 
 
-def _lines(points: Iterable[Point]) -> dict[str, list[Record | AcceptRow]]:
-    lines: dict[str, list[Record | AcceptRow]] = {name: [] for name in TABLES}
-    for point in points:
-        row, accept = tables.row(point), tables.accept_row(point)
-        for name, kind in TABLES.items():
-            line = accept if kind is AcceptRow else row
-            if line is not None and columns.has_line(kind, line):
-                lines[name].append(line)
-    return lines
+def _texts(points: Sequence[Point]) -> dict[str, str]:
+    """The text of each table: its header, and the lines that points have in it."""
+    rows = [*map(tables.row, points)]
+    accepts = [line for line in map(tables.accept_row, points) if line is not None]
+    return {name: columns.text(kind, accepts if kind is AcceptRow else rows) for name, kind in TABLES.items()}
 
 
 def _sync(folder: Path) -> None:
@@ -189,11 +185,11 @@ def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     with explained(place):
         place.mkdir(parents=True, exist_ok=True)
         points, warnings = read(results)
-        for name, lines in _lines(points).items():
-            if lines or (place / name).exists():
+        for name, text in _texts(points).items():
+            if text.partition("\n")[2] or (place / name).exists():
                 path = (place / name).resolve()  # a link stays a link
                 with explained(path):
-                    atomic_write(path, columns.text(TABLES[name], lines))
+                    atomic_write(path, text)
     return len(points), warnings
 
 

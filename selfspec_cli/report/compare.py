@@ -193,10 +193,9 @@ def _differing(pairs: Sequence[tuple[Point, Point]]) -> dict[str, tuple[list[Any
         left, right = map(facts, pair)
         for name in dict.fromkeys([*left, *right]):
             if left.get(name) != right.get(name):
-                sides = differing.setdefault(name, ([], []))
-                for values, value in zip(sides, (left.get(name), right.get(name)), strict=True):
-                    if value not in values:
-                        values.append(value)
+                for values, side in zip(differing.setdefault(name, ([], [])), (left, right), strict=True):
+                    if side.get(name) not in values:
+                        values.append(side.get(name))
     return differing
 
 

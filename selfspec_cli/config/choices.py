@@ -4,8 +4,6 @@ A choice is a file conf/GROUP/NAME.yaml, or NAME in conf/GROUP.yaml. A user's ./
 take the place of packaged ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dumped configs, read back: settings of earlier versions by today's names, without those that asked for nothing."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Nothing here starts an engine or imports vLLM. A model on the Hub is known once its config.json is in the cache.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ Digests are kept for the life of the process by path, modification time and size
 share a model read it once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -228,8 +228,12 @@ def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: 
         head, metadata = load_head(source, layer=layer, hidden=hidden, vocab_size=vocab_size)
     if ids is not None:
         head, metadata = with_draft_vocabulary(head, ids), replace(metadata, draft_vocab=tag_of(cfg.vocab, ids))
+    digest = hashlib.sha256(f"{metadata}{None if ids is None else ids.tolist()}".encode())
+    if source is not None:
+        with open(source, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     name = Path(head_filename(metadata.spec, layer, metadata.draft_vocab))
-    target = cache_dir() / "heads" / f"{name.stem}-{_digest(source, metadata, ids)}{name.suffix}"
+    target = cache_dir() / "heads" / f"{name.stem}-{digest.hexdigest()[:16]}{name.suffix}"
     with suppress(SettingsError):
         read_metadata(target)
         return target  # it was derived before, and is whole
@@ -240,11 +244,3 @@ def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: 
             f"vocab={cfg.vocab}: the head for it cannot be written to {target.parent} ({error}); set XDG_CACHE_HOME "
             "to a folder with room that can be written to"
         ) from error
-
-
-def _digest(source: Path | None, metadata: HeadMetadata, ids: Tensor | None) -> str:
-    digest = hashlib.sha256(f"{metadata}{None if ids is None else ids.tolist()}".encode())
-    if source is not None:
-        with open(source, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]

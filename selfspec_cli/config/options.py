@@ -1,8 +1,6 @@
 """Every setting in words, from the schema: `selfspec options`, the commands' `--help`, docs/reference.md, and how a
 KEY=VALUE word can go on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args

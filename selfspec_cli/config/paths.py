@@ -1,7 +1,5 @@
 """Where selfspec's own files are: in the checkout, or inside the installed wheel."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ which this code decides, a `str` with `choices` for names of a registry and for 
 named like its value, because OmegaConf looks members up by name and users type the value.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace

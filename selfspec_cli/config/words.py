@@ -3,8 +3,6 @@
 Text needs no quotes, whatever letters and spaces it has; a comma inside it is written \\, or the text is quoted.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -5,8 +5,6 @@ token of the answer; the gain is the mean of the plain side over that of a route
 (`statistics`). A gain above 1 is a win.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass

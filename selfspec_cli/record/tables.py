@@ -1,7 +1,5 @@
 """Points as rows: what each column of `record.columns` holds for a point, and what each category of its prompts has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ of points, the figures and the record; the runs of one command are a group. Ever
 without a network, so a sweep never waits for one; where there is a key, a process of its own uploads it afterwards.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The template is Jinja2's, the charts are Vega-Lite's, the table is DataTables'; 
 makes no request. Code and data are packed (gzip), and the browser unpacks them.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Which rows a report shows, in which groups, under which names; and what they say in a sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

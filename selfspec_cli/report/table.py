@@ -1,7 +1,5 @@
 """The report as tables: for the terminal, and as Markdown, CSV and JSON for a pull request, a paper or a program."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

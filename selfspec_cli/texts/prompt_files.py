@@ -9,8 +9,6 @@ BFCL's question files (package bfcl-eval) are JSON lines with `id`, `question` (
 in a folder `multi_turn_func_doc` in the folder of the file.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -3,8 +3,6 @@
 Prompts have exactly `input_len` tokens, except chat prompts and prompts from a file.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -13,8 +13,6 @@ The tasks cannot be compared with published scores; baseline and arm answer the 
 never seen these modules. A model trained on public code has.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import random

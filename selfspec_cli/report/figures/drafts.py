@@ -1,8 +1,6 @@
 """Figures of drafts and of what they yield: thresholds, draft lengths, acceptance by position, the ROC of gates,
 identical outputs, and perplexities with what says how sure they are."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

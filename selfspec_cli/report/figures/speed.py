@@ -1,7 +1,5 @@
 """Figures of speed: speedups, by category of prompts too, throughput and latencies, and where the time goes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures by load: the speedup, the speed of one user and of one GPU, and what a request waits for."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -22,6 +20,7 @@ from selfspec_cli.report.rows import RIVALS, Group, acceptance, group_title, sam
 
 AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
 MOST_ARMS, MOST_RIVALS = 7, 4  # of one panel
+ALIKE = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")  # of a family
 ENOUGH_LOADS = 3  # of a curve that shows where drafting stops to pay
 MINUTES = {"tok_s": "tokens a second", "ttft": "TTFT p99, ms", "tpot": "TPOT p99, ms"}
 WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output token (TPOT), ms"}
@@ -61,13 +60,6 @@ def _axis(row: Record) -> str:
     return "clients" if row.clients is not None else "rate"
 
 
-def _key(row: Record) -> tuple[Any, ...]:
-    axis = _axis(row)
-    drawn = ("rate", "load_share") if axis == "rate" else (axis,)
-    names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")
-    return (*(getattr(row, name) for name in names), axis, load_patterns.comparable(row, without=drawn))
-
-
 def families(groups: Iterable[Group]) -> list[Family]:
     """Families of at least two loads: those with real acceptance first, then those with three loads or more, then the
     last measured."""
@@ -75,8 +67,10 @@ def families(groups: Iterable[Group]) -> list[Family]:
     for group in groups:
         rows = base.measured(group)
         first = next((row for row in rows if row.arm != "baseline"), None)
-        if first is not None and getattr(first, _axis(first)) is not None:
-            by_family[_key(first)] += rows
+        if first is not None and getattr(first, axis := _axis(first)) is not None:
+            drawn = ("rate", "load_share") if axis == "rate" else (axis,)
+            alike = (*(getattr(first, name) for name in ALIKE), axis, load_patterns.comparable(first, without=drawn))
+            by_family[alike] += rows
     together = [family for family in map(_family, by_family.values()) if len(family.loads(arms=True)) > 1]
     together.sort(key=lambda family: max(row.time or "" for row in family.rows), reverse=True)
     together.sort(key=lambda family: len(family.loads()) < ENOUGH_LOADS)

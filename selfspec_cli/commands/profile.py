@@ -12,12 +12,12 @@ from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands.measuring import on_engines
 from selfspec_cli.commands.screen import Output, say
 from selfspec_cli.commands.shared import Config, Overrides, command
-from selfspec_cli.record import profiles, tables
+from selfspec_cli.record import quality, tables
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import preflight
 
 if TYPE_CHECKING:
-    from selfspec_cli.record.profiles import Profile
+    from selfspec_cli.record.quality import Profile
 
 SHOWN = 12  # kernels
 
@@ -40,7 +40,7 @@ def profile(
                 "arm": label(tables.planned(cfg)),
                 "tokens": min(tokens, cfg.workload.output_len),
                 "requests": cfg.workload.batch,
-                "folder": str(Path(cfg.results_dir) / profiles.FOLDER),
+                "folder": str(Path(cfg.results_dir) / quality.PROFILES),
             }
         )
     preflight.check_device(cfg)
@@ -55,7 +55,7 @@ def show(profile: Profile, files: dict[str, str]) -> None:
     screen.table(
         ("part", "share", "ms a round", "what it is"),
         [
-            (name, f"{spent / profile.wall:.1%}", f"{1000 * spent / profile.rounds:.3f}", profiles.PARTS[name])
+            (name, f"{spent / profile.wall:.1%}", f"{1000 * spent / profile.rounds:.3f}", quality.PARTS[name])
             for name, spent in profile.seconds.items()
         ],
         text=(0, 3),

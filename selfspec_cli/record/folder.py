@@ -18,7 +18,7 @@ from multiprocessing.util import register_after_fork
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, columns, profiles, quality, tables
+from selfspec_cli.record import archive, columns, quality, tables
 from selfspec_cli.record.columns import TABLES, AcceptRow
 from selfspec_cli.record.point import Point, from_json, to_json
 from selfspec_cli.whole import atomic_write, written
@@ -162,9 +162,9 @@ def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> P
         return archive.save_document(file, finding)
 
 
-def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, trace: bytes) -> Path:
+def save_profile(results: str | os.PathLike[str], profile: quality.Profile, trace: bytes) -> Path:
     """Write a profile and its trace, or raise RecordError."""
-    place = Path(results) / profiles.FOLDER
+    place = Path(results) / quality.PROFILES
     with explained(place / profile.trace), written(place / profile.trace) as part:
         part.write_bytes(trace)
     file = place / f"{profile.name}.json"

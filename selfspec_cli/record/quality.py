@@ -1,8 +1,10 @@
-"""What was found about the quality of an arm's output: perplexities, evaluations and the verdict of `selfspec verify`.
+"""What was found about an arm besides its points: the quality of its output, and where its time went.
 
-One finding, one file `results/quality/<kind>-<arm key>-<run>.json`. The newest findings of an arm (`Keys.arm`) are
-columns of every row that was measured of it. A verdict is a file `verify/<key>-<run>.json`, and names an arm or the key
-of one point.
+One finding (a perplexity, an evaluation), one file `results/quality/<kind>-<arm key>-<run>.json`. The newest findings
+of an arm (`Keys.arm`) are columns of every row that was measured of it. A verdict of `selfspec verify` is a file
+`verify/<key>-<run>.json`, and names an arm or the key of one point. A profile of `selfspec profile` is a file
+`profiles/<run key>-<run>.json`, with the trace beside it, and the newest of a run key is in a figure of the page. A
+profiled run is slower than a measured one, so it is no point.
 """
 
 from __future__ import annotations
@@ -170,3 +172,60 @@ def arm_in_words(arm: Mapping[str, Any]) -> str:
 
 def in_words(protocol: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in protocol.items() if value is not None)
+
+
+PROFILES = "profiles"
+PARTS = {
+    "trunk": "the layers that draft",
+    "head": "the exit head",
+    "gate": "taking a draft token, and asking the gate",
+    "draft": "the rest of drafting; all of a draft loop that is a CUDA graph",
+    "verify": "the full model: verify passes and prefill",
+    "sampler": "sampling, and accepting or rejecting drafts",
+    "scheduler": "vLLM's scheduler",
+    "detokenise": "text of the tokens, and making outputs",
+    "other": "the rest of an engine step",
+    "host": "the GPU waits for the host inside the other parts",
+    "idle": "nothing of the above",
+}
+"""What each moment of a run is counted as."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of one arm went.
+
+    arm: columns that name it. seconds: of each part (PARTS), those without any left out. wall: seconds of the run, the
+    sum of all parts. rounds: full passes. tokens: generated. tok_s: without the profiler; tok_s_profiled: with it.
+    kernels: slowest first, each with name, seconds and calls. gpu: whether kernels of a GPU are what was counted.
+    trace: name of the file beside this one.
+    """
+
+    key: str
+    run_id: str
+    time: str
+    device: str
+    arm: dict[str, Any]
+    seconds: dict[str, float]
+    wall: float
+    rounds: int
+    tokens: int
+    tok_s: float
+    tok_s_profiled: float
+    kernels: list[dict[str, Any]]
+    gpu: bool
+    trace: str
+    command: list[str] | None = None
+    config: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    git: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}-{self.run_id}"
+
+
+def newest_profiles(results: str | os.PathLike[str]) -> dict[str, Profile]:
+    """The newest profile of each run key of a results folder."""
+    saved = archive.documents(Path(results) / PROFILES, Profile)
+    return {profile.key: profile for profile in sorted(saved, key=lambda profile: profile.run_id)}

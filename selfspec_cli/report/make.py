@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, folder, profiles, tables
+from selfspec_cli.record import archive, folder, quality, tables
 from selfspec_cli.record.columns import AcceptRow, Record, chosen
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
@@ -37,7 +37,7 @@ class Sources:
     targets: list[Target] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    profiles: list[profiles.Profile] = field(default_factory=list)
+    profiles: list[quality.Profile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
 
@@ -67,11 +67,11 @@ def read(root: str | Path, where: Sequence[str] = (), *, no_points: bool = False
     points: list[Point] = []
     places: dict[str, str] = {}
     warnings: list[str] = []
-    profiled: dict[str, profiles.Profile] = {}
+    profiled: dict[str, quality.Profile] = {}
     checks: list[dict[str, Any]] = []
     for results in folders(root) or [root]:
         measured, strange = folder.read(results)
-        profiled |= profiles.newest(results)
+        profiled |= quality.newest_profiles(results)
         checks += history(results)
         points += measured
         warnings += strange

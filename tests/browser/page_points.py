@@ -7,7 +7,7 @@ from points import RUN
 
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.record.point import Measurement, Repeat, compare
-from selfspec_cli.record.profiles import Profile
+from selfspec_cli.record.quality import Profile
 from selfspec_cli.record.statistics import RequestTimes
 
 CONFIG = {

@@ -9,7 +9,7 @@ import altair as alt
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
-from selfspec_cli.record.profiles import PARTS, Profile
+from selfspec_cli.record.quality import PARTS, Profile
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report.figures import base
 from selfspec_cli.report.figures.base import Figure, Panel

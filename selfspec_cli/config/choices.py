@@ -27,7 +27,7 @@ _SUFFIX = ".yaml"
 def conf_dirs() -> list[Path]:
     """Folders of choices; the first that has a name wins."""
     user = Path.cwd() / "conf"
-    packaged = paths.conf_dir()
+    packaged = paths.data_dir() / "conf"
     return [user, packaged] if user.is_dir() and user.resolve() != packaged.resolve() else [packaged]
 
 

@@ -39,9 +39,8 @@ def hardware() -> dict[str, Any]:
 
 
 def device(cfg: RunConfig) -> str:
-    """What `cfg` runs on, in a few words: the processor and its cores, or the name and number of the GPUs in use. A run
-    on the CPU of a machine with GPUs is a run on the CPU; of eight GPUs it has those that CUDA_VISIBLE_DEVICES shows,
-    and of these as many as the model is divided among."""
+    """What `cfg` runs on, in a few words: the processor and its cores, or the name and number of the GPUs in use: of
+    those that CUDA_VISIBLE_DEVICES shows, as many as the model is divided among."""
     return cpu() if device_of(cfg) == "cpu" else describe(visible_gpus()[: cfg.model.tensor_parallel_size])
 
 

@@ -26,10 +26,6 @@ def data_dir() -> Path:
     return packaged if packaged.is_dir() else package.parent
 
 
-def conf_dir() -> Path:
-    return data_dir() / "conf"
-
-
 def experiments_dir() -> Path:
     return data_dir() / "experiments"
 

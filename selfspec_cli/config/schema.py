@@ -308,10 +308,8 @@ def flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
     """The leaves of nested mappings by dotted name; lists and empty mappings are leaves."""
     leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves += flat(value, f"{above}{name}.")
-        else:
-            leaves.append((f"{above}{name}", value))
+        is_leaf = not isinstance(value, Mapping) or not value
+        leaves += [(f"{above}{name}", value)] if is_leaf else flat(value, f"{above}{name}.")
     return leaves
 
 

@@ -32,9 +32,7 @@ _GRAMMAR = re.compile(r"""'.*'|".*"|[\[{].*|null""", re.S | re.I)
 """Of a text setting: a value that Hydra's grammar reads, and that is not the text itself."""
 _PIECES = re.compile(r"""\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.S)
 """Of a value: an escaped sign, quoted text, the beginning of an interpolation, or any other sign."""
-
 _RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
-
 _FREE_FORM = tuple(key for key, option in SETTINGS.items() if getattr(option.type, "__origin__", None) is dict)
 """Settings that are mappings with keys of vLLM's."""
 

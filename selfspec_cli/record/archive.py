@@ -35,10 +35,8 @@ def inside(path: str | os.PathLike[str]) -> Path | None:
 def refuse(path: str | os.PathLike[str]) -> None:
     """Raise ConfigError where a path is an archive or lies in one: nothing can be written to it."""
     if (archive := inside(path)) is not None:
-        raise ConfigError(
-            f"results_dir={archive} is an archive of published results, which is only read; name a folder: "
-            "results_dir=NAME (selfspec runs export: --out NAME)"
-        )
+        what = f"results_dir={archive} is an archive of published results, which is only read"
+        raise ConfigError(f"{what}; name a folder: results_dir=NAME (selfspec runs export: --out NAME)")
 
 
 def expect(path: str | os.PathLike[str], setting: str) -> None:

@@ -6,10 +6,9 @@ value a request; ITL is the time between two successive outputs, one value for e
 hold several tokens where drafts were accepted, so ITL is longer than TPOT there. Of a request of one token there is no
 TPOT and no ITL.
 
-Intervals are by bootstrap over the repeats of both sides, or over documents: percentile intervals, not BCa, whose
-acceleration is a jackknife's. The median of three to five repeats takes two or three values under a jackknife, so that
-it is wild, and undefined where repeats are equal. With so few repeats the interval reaches about from the slowest to
-the fastest pair, and it may cover less than its nominal 95 %; more repeats help.
+Intervals are by bootstrap: percentile intervals, not BCa, whose acceleration is a jackknife's, under which the median
+of three to five repeats takes two or three values. With so few repeats an interval reaches about from the slowest to
+the fastest pair, and may cover less than its nominal 95 %.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -162,12 +161,8 @@ def speedup_interval(ours: Sequence[float], theirs: Sequence[float], *, paired: 
 
 def perplexity_interval(*sides: Sequence[float]) -> Interval | None:
     """The 95 % interval of a perplexity, or of its difference to another one of the same documents; None for fewer than
-    two documents. Documents are resampled, the same for both sides, never tokens: those of one document depend on each
-    other.
-
-    sides: negative log-likelihood (nats) and scored tokens of each document; then, if its perplexity is to be taken
-    away, likewise of the other side, document by document.
-    """
+    two documents. Documents are resampled, the same for both sides, never tokens, which depend on each other. sides:
+    negative log-likelihood (nats) and scored tokens of each document; then, to take it away, likewise of the other."""
     return _bootstrap(_perplexity, tuple(map(tuple, sides)), True)
 
 

@@ -1,8 +1,8 @@
 """Points to an experiment tracker. The only file that imports wandb, and only when it is asked for.
 
-W&B gets a run for each point that a command measures, and one run a command with its resolved configuration, the table
-of points, the figures and the record; the runs of one command are a group. Everything is written to ./wandb first,
-without a network, so a sweep never waits for one; where there is a key, a process of its own uploads it afterwards.
+W&B gets a run for each point that a command measures, and one a command with its configuration, table, figures and
+record; the runs of one command are a group. Everything is written to ./wandb first, without a network, so a sweep never
+waits for one; where there is a key, a process of its own uploads it afterwards.
 """
 
 import os

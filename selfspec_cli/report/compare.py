@@ -29,8 +29,8 @@ NOT_COMPARED = ("results_dir", "repeats")  # where a point lies, and how often i
 
 @dataclass(frozen=True)
 class Pair:
-    """One arm on both sides. ratio: tokens a second of B over those of A, in the interval low..high (None where repeats
-    were not kept). runs: number of runs of each side."""
+    """One arm on both sides. ratio: tokens a second of B over those of A, in the interval (None where repeats were not
+    kept). runs: number of runs of each side."""
 
     arm: str
     where: str
@@ -52,9 +52,7 @@ class Pair:
         ours, theirs = names.interval(self.b), names.interval(self.a)
         if ours is None or theirs is None or self.b.arm == "baseline":
             return ""
-        if overlap(ours, theirs):
-            return "intervals overlap"
-        return "greater" if ours[0] > theirs[1] else "smaller"
+        return "intervals overlap" if overlap(ours, theirs) else "greater" if ours[0] > theirs[1] else "smaller"
 
 
 @dataclass
@@ -232,10 +230,8 @@ def text(comparison: Comparison, form: Format) -> str:
         lines = [line for pair, line in zip(comparison.pairs, body, strict=True) if pair.where == where]
         parts += [f"### {where}", markdown(HEAD, lines)]
     rows = [[name, *map(_values, values)] for name, values in comparison.differing.items()]
-    if rows:
-        parts += ["### What differs", markdown(("setting", "A", "B"), rows)]
-    else:
-        parts.append("No setting, version or machine differs.")
+    differing = ["### What differs", markdown(("setting", "A", "B"), rows)]
+    parts += differing if rows else ["No setting, version or machine differs."]
     for side, arms in zip((comparison.a, comparison.b), comparison.alone, strict=True):
         if arms:
             more = ", ..." if len(arms) > MOST_ARMS else ""

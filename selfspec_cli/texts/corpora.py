@@ -125,10 +125,8 @@ def _rows(source: str) -> Iterator[str]:
 def check(source: str) -> None:
     """Refuse an unknown form or a missing file, without reading a corpus; raises ConfigError."""
     if source not in ("stdlib", "random") and not _file(source)[0].is_file():
-        raise ConfigError(
-            f"corpus={source}: there is no such file; allowed: stdlib, random, a .json, .jsonl or .parquet file, or a "
-            "text file"
-        )
+        allowed = "stdlib, random, a .json, .jsonl or .parquet file, or a text file"
+        raise ConfigError(f"corpus={source}: there is no such file; allowed: {allowed}")
 
 
 def _uncontaminated(documents: Iterable[str]) -> list[list[str]]:

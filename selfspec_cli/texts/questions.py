@@ -147,8 +147,7 @@ def _questions(seed: int, ask: Ask) -> list[Question]:
     questions: list[Question] = []
     while modules and len(questions) < MOST:
         for module in list(modules):
-            question = next(module, None)
-            if question is None:
+            if (question := next(module, None)) is None:
                 modules.remove(module)
             else:
                 questions.append(question)
@@ -164,8 +163,7 @@ def _module(draw: random.Random, text: str, ask: Ask) -> Iterator[Question]:
     draw.shuffle(places)
     for at in places:
         context = "\n".join(lines[at - CONTEXT_LINES : at])[-CONTEXT_CHARACTERS:]
-        question = ask(draw, lines[at], alike[_indent(lines[at])]) if context.strip() else None
-        if question is not None:
+        if context.strip() and (question := ask(draw, lines[at], alike[_indent(lines[at])])) is not None:
             yield question | {"context": context}
 
 

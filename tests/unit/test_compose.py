@@ -62,7 +62,7 @@ def test_every_choice_composes_and_is_called_by_its_name():
 
 def test_the_choices_of_gates_and_heads_are_the_registries():
     assert choices("gate") == list(GATES)
-    assert not any(file.stem in NAMED_GROUPS for file in paths.conf_dir().iterdir())
+    assert not any(file.stem in NAMED_GROUPS for file in (paths.data_dir() / "conf").iterdir())
     head = one("head=translator_r7_bias").head
     assert (head.kind, head.rank, head.bias) == ("translator", 7, True)
     assert "a head of kind lens has no bias" in refusal("head=lens_bias")

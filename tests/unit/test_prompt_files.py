@@ -4,7 +4,6 @@ import ast
 import gzip
 import json
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from jinja2 import Environment, TemplateError
@@ -12,7 +11,6 @@ from jinja2 import Environment, TemplateError
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, WorkloadConfig
-from selfspec_cli.engine.live import Engine
 from selfspec_cli.stages import preflight
 from selfspec_cli.texts import prompt_files, questions
 from selfspec_cli.texts.prompt_files import Prompt, drawn, encoded, read
@@ -195,26 +193,28 @@ WITH_TOOLS = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
 MESSAGES = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
 
 
-class Template(Tokens):
-    """A tokenizer whose tokens are characters, with a chat template."""
+class Tokenizer:
+    """Its tokens are characters."""
 
-    max_model_len, vocab_size = 10_000, 0x110000
-    has_template = True
-
-    def __init__(self, template, system=True):
-        self.template, self.system = Environment().from_string(template), system
-
-    @property
-    def tokenizer(self):
-        return self
+    def __init__(self, template, system):
+        self.chat_template, self.system = template, system
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt, tools=None):
+        assert not tokenize and add_generation_prompt
         if messages[0]["role"] == "system" and not self.system:
             raise TemplateError("system role not supported")
-        return self.template.render(messages=messages, tools=tools)
+        return Environment().from_string(self.chat_template).render(messages=messages, tools=tools)
 
-    def encode(self, text, **_):
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
         return [*map(ord, text)]
+
+
+class Template(Tokens):
+    cfg, max_model_len, vocab_size, tokenizer = RunConfig(), 10_000, 0x110000, None
+
+    def __init__(self, template, system=True):
+        self.tokenizer = Tokenizer(template, system)
 
 
 def text_of(ids):
@@ -297,25 +297,8 @@ def test_the_workload_asks_the_file_that_its_path_names(tmp_path):
 # ---- questions of chats ----------------------------------------------------------------------------------------------
 
 
-class Tokenizer:
-    chat_template = "{{ messages }}"
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        assert not tokenize and add_generation_prompt
-        return "<user>" + messages[0]["content"] + "<assistant>"
-
-    def encode(self, text, add_special_tokens):
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
-
-
-def engine(cfg, tokenizer):
-    model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 256)
-    return Engine(SimpleNamespace(get_tokenizer=lambda: tokenizer, model_config=model), cfg, 4, 0.0, 0.0, 0.0)
-
-
 def asked(cfg):
-    return ["".join(map(chr, prompt)) for prompt in workload_prompts(cfg, engine(cfg, Tokenizer()))]
+    return [*map(text_of, workload_prompts(cfg, Template("<user>{{ messages[0].content }}<assistant>")))]
 
 
 @pytest.mark.parametrize("kind", ["chat", "coding", "edits"])
@@ -337,7 +320,7 @@ def test_questions_are_distinct_and_another_seed_asks_others():
 def test_a_model_without_a_template_and_a_prompt_that_is_too_long_are_refused():
     cfg = compose_runs(overrides=["workload=chat", "workload.input_len=20"], sweep=False)[0]
     with pytest.raises(ConfigError, match=r"no chat template.* take workload.prompts=heldout"):
-        workload_prompts(cfg, engine(cfg, SimpleNamespace(chat_template=None)))
+        workload_prompts(cfg, Template(None))
     with pytest.raises(ConfigError, match=r"workload.input_len=20: the longest chat prompt has \d+ tokens"):
         asked(cfg)
 

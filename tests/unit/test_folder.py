@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from commands import call, done, refused
 from points import RUN, against, baseline, drafts, failed, point, repeat
-from test_quality import finding
+from test_points import finding
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, folder, quality, tables

@@ -1,4 +1,4 @@
-"""Two sets of points side by side, conditions on rows, `selfspec runs`, and `selfspec report` as text, by category too."""
+"""Two sets of points side by side, conditions on rows, `selfspec runs`, and `selfspec report` as text."""
 
 import csv
 import io

@@ -67,7 +67,7 @@ def model_facts(cfg: RunConfig, *, fetch: bool = False) -> ModelFacts:
     model = cfg.model
     facts, file = ModelFacts(), config_file(model, fetch=fetch)
     if file is not None and file.is_file():
-        stat = file.stat()  # a file that changed is read again
+        stat = file.stat()  # a changed file is read anew
         facts = _facts(file, stat.st_mtime_ns, stat.st_size, json.dumps(model.hf_overrides))
     return facts if model.quantization is None else replace(facts, quantization=model.quantization)
 

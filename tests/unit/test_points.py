@@ -110,12 +110,6 @@ def test_the_row_of_a_baseline_has_how_many_of_its_outputs_it_repeats():
     assert (tables.row(arm).identical, tables.row(arm).outputs) != (1, 2)  # an arm's are compared with the baseline's
 
 
-def test_figures_that_were_kept_without_their_raw_values_stay_as_they_were():
-    made = replace(point(), figures={"tok_s_median": 7.0, "speedup": 1.25}, repeats=())
-    row = tables.row(made)
-    assert (row.tok_s_median, row.speedup, row.speedup_low, row.ttft_ms) == (7.0, 1.25, None, None)
-
-
 def test_a_column_is_of_one_table_and_key_and_point_join_them():
     kinds = {name: kind for name, kind in columns.TABLES.items() if kind is not columns.AcceptRow}
     own = [column for kind in kinds.values() for column in columns.header(kind) if column not in ("key", "point")]

@@ -1,6 +1,6 @@
 """Whether points reach what a performance check asks for: green, red, or not measurable; and the history of verdicts.
 
-A value is that of all repeats of all runs, with its 95 % interval (`record.intervals`). It is green where the whole
+A value is that of all repeats of all runs, with its 95 % interval (`record.statistics`). It is green where the whole
 interval reaches the limit, red where none of it does, and else not measurable: more repeats may tell.
 """
 

@@ -139,7 +139,7 @@ def breakdown(trace: Iterable[Mapping[str, Any]]) -> Breakdown:
 
 
 def painted(intervals: Sequence[Interval]) -> list[Interval]:
-    """Intervals without overlaps, in order: each moment is that of the last of `statistics` that holds it."""
+    """Intervals without overlaps, in order: each moment is that of the last of `intervals` that holds it."""
     import numpy
 
     bounds, places = numpy.unique([interval[:2] for interval in intervals], return_inverse=True)

@@ -15,8 +15,8 @@ from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, experiments_of, targets_of
-from selfspec_cli.report.make import folders as results_folders
 from selfspec_cli.report.rows import groups, label
+from selfspec_cli.report.sources import folders as results_folders
 from selfspec_cli.report.table import wish
 
 # ---- A folder of points: a row an arm, a column a load; each cell is one point

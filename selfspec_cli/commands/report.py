@@ -62,14 +62,14 @@ def report(
     if compare is None and by is None and form is Format.html:
         return _page(out, folder, pages or folder, where or [], figures)
     from selfspec_cli.report import compare as comparing
-    from selfspec_cli.report import make, table
+    from selfspec_cli.report import sources, table
 
     form = Format.json if out.as_json else form
     if compare is not None:
         comparison = comparing.compare(compare, folder, where or [])
         warnings, text = comparison.warnings, comparing.text(comparison, form)
     else:
-        read = make.read(folder, where or [])
+        read = sources.read(folder, where or [])
         warnings, text = read.warnings, (table.text if by is None else table.by_category)(read, form)
     warn(warnings)
     console = Console()
@@ -82,7 +82,7 @@ def report(
 def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures: bool) -> None:
     """Print the tables and write the page into the folder `pages`."""
     from selfspec_cli.commands import deploying
-    from selfspec_cli.report import make, table
+    from selfspec_cli.report import make, sources, table
 
     made, page, pictures = make.run(folder, pages, where=where, files=figures)
     warn(made.warnings)
@@ -91,7 +91,7 @@ def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures:
         files = {"page": page, "figures": pictures}
         return emit({"rows": [plain(row) for row in made.rows], **files, "warnings": made.warnings, "deploy": deploy})
     table.show(made.rows, Console(), made.targets)
-    places = make.folders(folder)
+    places = sources.folders(folder)
     if places != [folder]:
         say(f"{folder} holds no points of its own: these are of {len(places)} results folders below it")
     if pictures:

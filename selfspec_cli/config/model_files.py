@@ -186,12 +186,10 @@ def full_head(cfg: RunConfig, layer: int) -> Path | None:
 
 
 def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor | None:
-    """Return the token ids of `cfg.vocab`, int64 [V'] ascending; None for the full vocabulary.
-
-    A number means the most frequent tokens of the text on which heads were fitted (counts in the head folder), or else
-    of the text that `counts()` counts. With dummy weights, which speak no language, ids are evenly spaced. Raises
-    HeadError for more tokens than the vocabulary has, or a list file with anything but its ids.
-    """
+    """Return the token ids of `cfg.vocab`, int64 [V'] ascending; None for the full vocabulary. A number means the most
+    frequent tokens of the text on which heads were fitted (counts in the head folder), or else of what `counts()`
+    counts; with dummy weights, which speak no language, evenly spaced ids. Raises HeadError for more tokens than the
+    vocabulary has, or a list file with anything but its ids."""
     from selfspec_cli.early_exit import draft_vocab  # imports torch
     from selfspec_cli.early_exit.head_module import most_frequent_ids
 
@@ -208,12 +206,9 @@ def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor 
 
 def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: Counts) -> Path | None:
     """Return the head file to draft with at `layer` of a model of this shape; None for the lens over the full
-    vocabulary.
-
-    A derived file is made if needed, in a cache (`whole.cache_dir`), named by a digest of head and draft vocabulary.
-    Raises ConfigError or HeadError as `full_head` and `draft_vocabulary`; for a head that already has a draft
-    vocabulary, or is of another layer or shape; for a cache that cannot be written.
-    """
+    vocabulary. A derived file is made if needed, in a cache (`whole.cache_dir`), named by a digest of head and draft
+    vocabulary. Raises ConfigError or HeadError as `full_head` and `draft_vocabulary`; for a head that already has a
+    draft vocabulary, or is of another layer or shape; for a cache that cannot be written."""
     source, spec = full_head(cfg, layer), head_spec(cfg.head, layer)
     ids = draft_vocabulary(cfg, vocab_size, counts)
     if ids is None and (source is not None or spec == HeadSpec()):

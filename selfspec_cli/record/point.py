@@ -78,14 +78,11 @@ class Measurement:
 @dataclass(frozen=True)
 class Point:
     """A point. Sections that do not apply are None or empty: a failed point has no measurement, a baseline is compared
-    with nothing.
-
-    id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
+    with nothing. id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
     start_seconds: that starting its engine took, without a process's first import of vLLM. arm: what was measured, by
     the names of a row's columns. figures: of a point whose raw values were not kept, the columns that were, and its
     drafting summary. arm_key: `Keys.arm`; None in older files. quality: what is known of the arm (`Book.columns`),
-    which is found later and no part of the file.
-    """
+    which is found later and no part of the file."""
 
     id: str
     key: str

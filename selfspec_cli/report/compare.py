@@ -16,8 +16,8 @@ from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.columns import Record, chosen, known
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.statistics import Interval, overlap, speedup_interval
-from selfspec_cli.report import make
 from selfspec_cli.report import rows as names
+from selfspec_cli.report import sources
 from selfspec_cli.report.table import Format, as_csv, as_json, markdown
 
 FASTER, SLOWER, NOISE, UNKNOWN = "faster", "slower", "within noise", "not known"
@@ -110,7 +110,7 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
 
 
 def _all(root: Path) -> tuple[list[Point], list[str]]:
-    read = [folder.read(place) for place in make.folders(root)]
+    read = [folder.read(place) for place in sources.folders(root)]
     warnings = [warning for _, doubts in read for warning in doubts]
     return folder.in_order([point for points, _ in read for point in points]), warnings
 

@@ -19,8 +19,8 @@ from selfspec_cli.record.columns import Record, header, meanings
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import less_is_better
 from selfspec_cli.report.figures.base import Figure, Panel, config, sig
-from selfspec_cli.report.make import Sources
 from selfspec_cli.report.rows import groups, label, latest, overview
+from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import provenance, wish
 from selfspec_cli.whole import atomic_write, cache_dir
 

@@ -20,8 +20,8 @@ from selfspec_cli.record import columns, tables
 from selfspec_cli.record.columns import Record, Summary, disturbed, plain
 from selfspec_cli.record.point import OK, Point
 from selfspec_cli.record.targets import Target, less_is_better
-from selfspec_cli.report.make import Sources
 from selfspec_cli.report.rows import groups, label, overview, times
+from selfspec_cli.report.sources import Sources
 
 
 class Format(StrEnum):

@@ -99,12 +99,10 @@ def is_contaminated(text: str, fingerprints: set[bytes]) -> bool:
 def token_windows(
     encode: Callable[[str], list[int]], texts: list[tuple[str, str]], length: int, count: int, seed: int
 ) -> list[list[int]]:
-    """Draw `count` windows of exactly `length` token ids from (name, text) pairs, the same ones for the same seed.
-
-    Each window begins at a line start that is not blank; no two begin at the same line, though they may overlap.
-    Texts take turns, so that a long module does not crowd out a short one. `encode` maps text to token ids
-    without special tokens. Raises ValueError if `length` or `count` is below 1 or the texts hold too few windows.
-    """
+    """Draw `count` windows of exactly `length` token ids from (name, text) pairs, the same ones for the same seed. Each
+    begins at a line start that is not blank, no two at the same one, though they may overlap. Texts take turns, so that
+    a long module does not crowd out a short one. `encode` maps text to token ids without special tokens. Raises
+    ValueError if `length` or `count` is below 1 or the texts hold too few windows."""
     if length < 1 or count < 1:
         raise ValueError(f"length and count must be at least 1, got length={length}, count={count}")
     draw = random.Random(seed)
@@ -150,13 +148,11 @@ def leading_tokens(encode: Callable[[str], list[int]], text: str, most: int, sta
 
 
 def rolling(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, scored, end) of windows of at most `window` tokens over a document of `length` tokens.
-
-    Tokens scored..end-1 are predicted from start..scored-1 and those before them. The first window scores all its
-    tokens but the document's first, each later one the next `stride` tokens, so every token has at least `window -
-    stride` tokens of context, or all that exist. `stride = window - 1` is the rolling log-likelihood of
-    lm-evaluation-harness. Raises ValueError for a stride that is not in 1..window-1.
-    """
+    """Yield (start, scored, end) of windows of at most `window` tokens over a document of `length` tokens. Tokens
+    scored..end-1 are predicted from start..scored-1 and those before them. The first window scores all its tokens but
+    the document's first, each later one the next `stride` tokens, so every token has at least `window - stride` tokens
+    of context, or all that exist. `stride = window - 1` is the rolling log-likelihood of lm-evaluation-harness. Raises
+    ValueError for a stride that is not in 1..window-1."""
     if not 1 <= stride < window:
         raise ValueError(
             f"stride={stride}: it must be from 1 to window - 1 = {window - 1}, so that every scored token "

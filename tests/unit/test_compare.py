@@ -13,7 +13,7 @@ from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.record import columns, folder, statistics, tables
 from selfspec_cli.record.columns import chosen
 from selfspec_cli.record.statistics import RequestTimes
-from selfspec_cli.report import compare, figures, make, table
+from selfspec_cli.report import compare, figures, sources, table
 from selfspec_cli.report.table import Format
 
 LATER = "20261122-000000-bbbb"
@@ -309,7 +309,7 @@ def by_category():
     twice = replace(twice, engine=twice.engine | {"categories": statistics.by_category(runs(2.0, [1, 3, 3]))})
     slower = against(plain, "2", arm=twice.arm | {"k": 3})
     slower = replace(slower, engine=slower.engine | {"categories": statistics.by_category(runs(0.5, [1, 2, 2, 2]))})
-    return make.of_points([plain, twice, slower, against(plain, "3", arm=twice.arm | {"k": 2})])
+    return sources.of_points([plain, twice, slower, against(plain, "3", arm=twice.arm | {"k": 2})])
 
 
 def test_rows_are_compared_with_the_same_category_of_the_baseline(by_category):
@@ -334,7 +334,7 @@ def test_the_report_by_category_has_a_line_for_each_and_one_for_all(by_category)
     assert len(lines) == 9 and {line["arm"] for line in lines} > {"baseline"}
     assert len(json.loads(table.by_category(by_category, Format.json))) == 9
     with pytest.raises(ConfigError, match="no point has categories"):
-        table.matrices(make.of_points([baseline()]))
+        table.matrices(sources.of_points([baseline()]))
 
 
 @pytest.mark.slow

@@ -6,14 +6,14 @@ import pytest
 from points import ARM, BASELINE, against, baseline, drafts, measured, point
 
 from selfspec_cli.record.point import compare
-from selfspec_cli.report import figures, make
+from selfspec_cli.report import figures, make, sources
 from selfspec_cli.report.figures.base import LOSSY, PLAIN, RIVALS
 
 pytestmark = pytest.mark.slow  # each draws
 
 
 def drawn(*points, **more):
-    found = make.of_points(points)
+    found = sources.of_points(points)
     for name, value in more.items():
         for row in found.rows:
             setattr(row, name, value)

@@ -26,7 +26,7 @@ from test_points import finding
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, folder, quality, tables
 from selfspec_cli.record.folder import RecordError
-from selfspec_cli.report import compare, make
+from selfspec_cli.report import compare, sources
 from selfspec_cli.whole import written
 
 BASE = baseline()
@@ -302,7 +302,7 @@ def results(tmp_path, monkeypatch):
 def test_an_archive_is_read_like_the_folder(results):
     assert folder.read(results) == folder.read("mine")
     assert quality.read(results) == quality.read("mine") and len(quality.read(results).findings) == 1
-    one, other = make.read(results), make.read("mine")
+    one, other = sources.read(results), sources.read("mine")
     assert (one.points, one.rows, one.targets) == (other.points, other.rows, other.targets)
     listed = json.loads(call("runs", "list", "speedup>1", f"results_dir={results}", "--json").stdout)["points"]
     assert [row["speedup"] for row in listed] == [1.5]
@@ -317,12 +317,12 @@ def test_an_archive_may_hold_several_folders(tmp_path, monkeypatch):
         folder.save(Path("both") / name, baseline(name[-1]))
     archive.pack(Path("both"), Path("published/both.jsonl.xz"))
     inner = Path("published/both.jsonl.xz/a")
-    assert make.folders(Path("published")) == [inner / "one", inner / "two"] == make.folders(inner)
+    assert sources.folders(Path("published")) == [inner / "one", inner / "two"] == sources.folders(inner)
     assert [point.key for point in folder.read(inner / "two")[0]] == [baseline("o").key]
-    assert make.read("published").places == ["both/a/one", "both/a/two"]
+    assert sources.read("published").places == ["both/a/one", "both/a/two"]
     shown = call("report", "results_dir=published", "--out", "page").stdout
     assert "published holds no points of its own: these are of 2 results folders below it" in " ".join(shown.split())
-    assert make.folders(inner / "one") == [inner / "one"] and not archive.is_folder(inner / "on")
+    assert sources.folders(inner / "one") == [inner / "one"] and not archive.is_folder(inner / "on")
 
 
 def test_the_same_files_give_the_same_bytes_and_made_tables_are_left_out(results):

@@ -13,7 +13,7 @@ from selfspec_cli.commands import profile as shown
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.record import folder, quality
-from selfspec_cli.report import figures, make
+from selfspec_cli.report import figures, make, sources
 from selfspec_cli.stages import profile as stage
 
 
@@ -142,7 +142,7 @@ def test_a_profile_is_a_bar_and_a_picture_also_without_points(tmp_path):
     (picture,) = make.pictures(tmp_path, tmp_path / "pictures")
     assert picture.name == "profile.png" and picture.read_bytes().startswith(b"\x89PNG")
     folder.save(tmp_path, baseline())
-    (figure,) = [one for one in figures.of_sources(make.read(tmp_path)) if one.name == "profile"]
+    (figure,) = [one for one in figures.of_sources(sources.read(tmp_path)) if one.name == "profile"]
     (panel,) = figure.panels
     assert sum(row["share"] for row in panel.data) == pytest.approx(1.0)
     assert [row["text"] for row in panel.data if row["text"]] == ["12.0 tok/s"]

@@ -17,7 +17,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.targets import Target, experiments_of, less_is_better, targets_of
-from selfspec_cli.report import figures, make, page, rows, table
+from selfspec_cli.report import figures, make, page, rows, sources, table
 from selfspec_cli.report.table import wish
 
 BASE = Record(
@@ -290,7 +290,7 @@ def test_the_page_makes_no_request_and_escapes(results, tmp_path):
 
 
 def test_a_row_opens_everything_that_is_kept_of_it(results):
-    found = make.read(results)
+    found = sources.read(results)
     shown = page.details(found)
 
     def section(made, title):
@@ -309,7 +309,7 @@ def test_a_row_opens_everything_that_is_kept_of_it(results):
 
 @pytest.mark.slow
 def test_a_figure_of_very_many_panels_says_what_it_leaves_out(results, monkeypatch):
-    found = make.read(results)
+    found = sources.read(results)
     (whole, *_) = figures.of_sources(found)
     many = replace(
         whole, panels=[replace(whole.panels[0], name=str(n), points=whole.panels[0].points[:1] * n) for n in range(5)]
@@ -343,7 +343,7 @@ def test_provenance_is_every_points_own():
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 
 
-@pytest.mark.parametrize("place", make.folders(PUBLISHED), ids=lambda place: str(place.relative_to(PUBLISHED)))
+@pytest.mark.parametrize("place", sources.folders(PUBLISHED), ids=lambda place: str(place.relative_to(PUBLISHED)))
 def test_published_speedups_are_over_the_published_baselines(place):
     points, warnings = folder.read(place)
     assert warnings == [] and points
@@ -364,10 +364,10 @@ def test_what_roc_left_is_in_the_page(results):
     place.mkdir(parents=True)
     curve = {"gate": "margin", "auc": 0.81, "false": [0, 0.2, 1], "true": [0, 0.7, 1]}
     (place / "curves.json").write_text(json.dumps({"panels": [{"title": "E=3", "of": "all", "curves": [curve]}]}))
-    made = {figure.name: figure for figure in figures.of_sources(make.read(results))}
+    made = {figure.name: figure for figure in figures.of_sources(sources.read(results))}
     assert [row["true"] for row in made["roc"].panels[0].data] == [0, 0.7, 1]
     (place / "curves.json").write_text("{")
-    torn = make.read(results)
+    torn = sources.read(results)
     assert "curves.json" in torn.warnings[0] and torn.curves == {}
 
 
@@ -485,9 +485,9 @@ def test_what_is_reached_depends_on_which_way_is_better():
 
 
 def test_the_page_says_what_was_reached_and_has_no_targets_without_an_experiment(mine):
-    rows = page.targets(make.of_points([by("mine")]))
+    rows = page.targets(sources.of_points([by("mine")]))
     assert [(one["target"], one["measured"], one["reached"]) for one in rows] == [
         ("speedup ≥ 2.05x", "not measured", ""),
         ("delta_ppl +0.18 to +1.50", "not measured", ""),
     ]
-    assert page.targets(make.of_points([baseline()])) == []
+    assert page.targets(sources.of_points([baseline()])) == []

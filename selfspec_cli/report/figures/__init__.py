@@ -8,8 +8,8 @@ from selfspec_cli.record.columns import Record
 from selfspec_cli.report import rows as names
 from selfspec_cli.report.figures import drafts, speed, under_load
 from selfspec_cli.report.figures.base import LOSSY, PLAIN, RIVALS, SERIES, Figure, Panel, name_of
-from selfspec_cli.report.make import Sources
 from selfspec_cli.report.rows import Group, groups
+from selfspec_cli.report.sources import Sources
 
 
 def of_sources(sources: Sources) -> list[Figure]:

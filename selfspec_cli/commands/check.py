@@ -16,11 +16,9 @@ from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.record import folder as results_folder
+from selfspec_cli.stages import check as stage
 from selfspec_cli.stages import plan, preflight
-from selfspec_cli.stages.check import file as check_file
-from selfspec_cli.stages.check import run as stage
-from selfspec_cli.stages.check.file import CheckFile
-from selfspec_cli.stages.check.verdict import ABSENT, GREEN, RED, UNSURE, Result
+from selfspec_cli.stages.check import ABSENT, GREEN, RED, UNSURE, CheckFile, Result
 from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
 from selfspec_cli.whole import written
 
@@ -45,7 +43,7 @@ def check(
 ) -> None:
     """Performance check: is the speed still what FILE asks for? Exit code 0: green; 1: red, or not measurable, which
     the last line says; 2: bad input."""
-    asked = check_file.with_words(check_file.read(file), overrides or [])
+    asked = stage.with_words(stage.read(file), overrides or [])
     cfgs = _configs(asked, file, plant)
     folder = Path(plan.results_dir(cfgs))
     if out.dry_run:

@@ -41,15 +41,15 @@ def verify(
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs on the same engines, each with a new seed.")] = 1,
 ) -> None:
     """Show that an arm is lossless here: compare greedy and sampled outputs with those of an engine without drafts."""
-    from selfspec_cli.stages.verify import cases, run
-    from selfspec_cli.stages.verify.arm import EVERY, Wanted
+    from selfspec_cli.stages.verify import greedy, run
+    from selfspec_cli.stages.verify.engines import EVERY, Wanted
     from selfspec_cli.stages.verify.verdict import KINDS, PASSING
 
     cfg = configs.one(overrides, config)
     named = tuple(name for name in only.split(",") if name)
     _check_names("--plant", [plant] if plant else [], [*KINDS, EVERY])
-    _check_names("--cases", named, cases.GROUPS)
-    size = cases.THOROUGH if thorough else cases.QUICK
+    _check_names("--cases", named, greedy.GROUPS)
+    size = greedy.THOROUGH if thorough else greedy.QUICK
     wanted = Wanted(size, thorough, named, batch_invariant, near_tie, plant, repeat)
     run.check(cfg, wanted)
     (cfg,) = configs.runnable([cfg])

@@ -24,7 +24,7 @@ from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest, nearest
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import ServerError, free_port, tail, wait_for
-from selfspec_cli.stages.launch import devices
+from selfspec_cli.stages.launch import work
 
 ROUTERS = ("vllm-router", "gateway")
 RESTARTS = 3
@@ -130,7 +130,7 @@ def _address(more: Sequence[str]) -> tuple[list[str], str, str, list[str]]:
 def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
     """The variables that give each replica its own GPUs, or its share of the cores."""
     if device_of(cfg) == "cpu":
-        cores = devices.own_cores()
+        cores = work.own_cores()
         if count > len(cores):
             raise ConfigError(
                 f"replicas={count}: this machine has {len(cores)} processor cores; allowed: up to {len(cores)}"
@@ -143,7 +143,7 @@ def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
         raise ConfigError(
             f"replicas={count}: {needed} are needed, and {cards} can be seen; allowed: up to {cards // each}"
         )
-    names = devices.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), cards)
+    names = work.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), cards)
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[number * each :][:each])} for number in range(count)]
 
 

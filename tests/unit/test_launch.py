@@ -25,7 +25,7 @@ from selfspec_cli.record import folder
 from selfspec_cli.record.point import to_json
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.launch import devices, driver, joblib, ray, submitit, units
+from selfspec_cli.stages.launch import driver, joblib, ray, submitit, work
 
 HERE = Path(__file__).parent
 LAYERS = (2, 3, 4, 6)
@@ -48,7 +48,7 @@ def lab(tmp_path, monkeypatch):
     paths = [str(HERE / "fake_worker"), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     monkeypatch.setenv("FAKE_WORKER", str(place))
-    monkeypatch.setattr(devices, "own_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(work, "own_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     return tmp_path / "results", place
 
@@ -66,7 +66,7 @@ def done(place):
 
 def test_a_family_is_dealt_out_with_its_baseline_in_each_unit():
     todo = planning.plan(asked(layers=(2, 3, 4, 5, 6)))
-    found = units.cut(todo.families, 2)
+    found = work.cut(todo.families, 2)
     assert [unit.name for unit in found] == ["u0", "u1"]
     assert [len(unit.points) for unit in found] == [4, 3]
     assert all(unit.points[0].is_baseline and not any(p.is_baseline for p in unit.points[1:]) for unit in found)
@@ -76,22 +76,22 @@ def test_a_family_is_dealt_out_with_its_baseline_in_each_unit():
 def test_families_share_the_workers_by_their_engines():
     others = [replace(cfg, model=ModelConfig(name="other", path="reference_plain")) for cfg in asked(layers=(2,))]
     todo = planning.plan([*asked(layers=(2, 3, 4)), *others])
-    assert sorted(len(unit.points) for unit in units.cut(todo.families, 2)) == [2, 2, 3]
-    assert len(units.cut(todo.families, 1)) == 2
-    assert units.cut([], 3) == []
+    assert sorted(len(unit.points) for unit in work.cut(todo.families, 2)) == [2, 2, 3]
+    assert len(work.cut(todo.families, 1)) == 2
+    assert work.cut([], 3) == []
 
 
 def test_what_a_dead_worker_leaves_keeps_the_baseline_it_is_compared_with():
-    (unit,) = units.cut(planning.plan(asked(layers=(2, 3))).families, 1)
+    (unit,) = work.cut(planning.plan(asked(layers=(2, 3))).families, 1)
     base, two, three = unit.points
-    assert units.rest(unit, {base.key, two.key}, "r").points == (base, three)
-    assert units.rest(unit, {base.key, two.key, three.key}, "r") is None
-    assert units.rest(unit, {two.key, three.key}, "r").points == (base,)
+    assert work.rest(unit, {base.key, two.key}, "r").points == (base, three)
+    assert work.rest(unit, {base.key, two.key, three.key}, "r") is None
+    assert work.rest(unit, {two.key, three.key}, "r").points == (base,)
 
 
 def test_a_unit_takes_as_many_gpus_as_its_model_is_divided_among():
     cfg = replace(asked(layers=(2,))[0], model=ModelConfig(tensor_parallel_size=4))
-    (unit,) = units.cut(planning.plan([cfg]).families, 1)
+    (unit,) = work.cut(planning.plan([cfg]).families, 1)
     assert unit.gpus == 4
 
 
@@ -109,17 +109,17 @@ def test_no_gpu_is_held_twice_and_a_unit_of_many_gets_its_own(monkeypatch):
         for number in mine:
             held.remove(number)
         order.append(document)
-        yield units.Ended(0)
+        yield work.Ended(0)
 
     monkeypatch.setattr(joblib, "points_of", points_of)
     monkeypatch.setattr(joblib, "description", lambda unit, run_id: unit.name)
     monkeypatch.setattr(joblib, "workers", lambda cfg: 4)
-    monkeypatch.setattr(devices, "free", lambda cfg: ["0", "1"])
-    monkeypatch.setattr(devices, "near_cores", lambda gpu: [])
+    monkeypatch.setattr(work, "free", lambda cfg: ["0", "1"])
+    monkeypatch.setattr(work, "near_cores", lambda gpu: [])
     cfg = replace(asked(layers=(2,))[0], engine=replace(RunConfig().engine, device="cuda"))
     given = [SimpleNamespace(name=name, devices=count) for name, count in (("a", 1), ("b", 2), ("c", 1), ("d", 2))]
     items = [item for _, item in joblib.launch(given, cfg, "RUN", lambda unit: "")]
-    assert items == [units.Ended(0)] * 4
+    assert items == [work.Ended(0)] * 4
     assert sorted(order) == ["a", "b", "c", "d"]
 
 
@@ -127,22 +127,22 @@ def test_no_gpu_is_held_twice_and_a_unit_of_many_gets_its_own(monkeypatch):
     ("cores", "load", "pairs"), [(8, 0.0, 4), (8, 3.5, 2), (8, 20.0, 1), (2, 0.0, 1), (1, 0.0, 1), (5, 0.2, 2)]
 )
 def test_a_cpu_has_a_worker_for_each_idle_pair_of_cores_and_at_least_one(cores, load, pairs):
-    found = devices.free_pairs(range(cores), load)
+    found = work.free_pairs(range(cores), load)
     assert len(found) == pairs
     assert all(len(pair) == min(cores, 2) for pair in found)
 
 
 def test_gpus_are_those_that_cuda_shows():
-    assert devices.gpu_numbers("3,GPU-ab", 8) == ["3", "GPU-ab"]
-    assert devices.gpu_numbers(None, 2) == ["0", "1"]
+    assert work.gpu_numbers("3,GPU-ab", 8) == ["3", "GPU-ab"]
+    assert work.gpu_numbers(None, 2) == ["0", "1"]
 
 
 def test_cores_near_a_gpu_are_those_that_this_process_may_use(monkeypatch):
-    monkeypatch.setattr(devices.machine, "asked_of_gpus", lambda *_: [["00000000:3B:00.0"]])
-    monkeypatch.setattr(devices.Path, "read_text", lambda *_, **__: "0-3,8-11\n")
-    monkeypatch.setattr(devices, "own_cores", lambda: [2, 3, 4, 8])
-    assert devices.near_cores("0") == [2, 3, 8]
-    assert devices.of_gpus(["0", "1"]) == {"CUDA_VISIBLE_DEVICES": "0,1", devices.CORES: "2,3,8"}
+    monkeypatch.setattr(work.machine, "asked_of_gpus", lambda *_: [["00000000:3B:00.0"]])
+    monkeypatch.setattr(work.Path, "read_text", lambda *_, **__: "0-3,8-11\n")
+    monkeypatch.setattr(work, "own_cores", lambda: [2, 3, 4, 8])
+    assert work.near_cores("0") == [2, 3, 8]
+    assert work.of_gpus(["0", "1"]) == {"CUDA_VISIBLE_DEVICES": "0,1", work.CORES: "2,3,8"}
 
 
 # ---- workers
@@ -271,7 +271,7 @@ def test_points_that_jobs_left_behind_are_taken_in(lab):
 @pytest.mark.slow
 def test_a_worker_with_fewer_cores_than_the_driver_measures_the_points_of_the_plan(lab, monkeypatch):
     results, place = lab
-    monkeypatch.setattr(devices, "own_cores", lambda: sorted(os.sched_getaffinity(0))[:1])
+    monkeypatch.setattr(work, "own_cores", lambda: sorted(os.sched_getaffinity(0))[:1])
     here = planning.plan(asked("local", results, layers=(2, 3)))
     if " 1 cores" in here.points[0].device:
         pytest.skip("this machine has one core")
@@ -285,14 +285,14 @@ def test_a_worker_with_fewer_cores_than_the_driver_measures_the_points_of_the_pl
 
 def test_a_worker_names_a_point_as_the_plan_does_only_where_it_is_the_same_point(monkeypatch):
     def document_on(device, **changed):
-        monkeypatch.setattr(units.machine, "device", lambda cfg: device)
-        (unit,) = units.cut(planning.plan(asked(layers=(2,))).families, 1)
-        return units.description(unit, "RUN") | changed, [planned.cfg for planned in unit.points]
+        monkeypatch.setattr(work.machine, "device", lambda cfg: device)
+        (unit,) = work.cut(planning.plan(asked(layers=(2,))).families, 1)
+        return work.description(unit, "RUN") | changed, [planned.cfg for planned in unit.points]
 
     def same(there, here, **changed):
         document, cfgs = document_on(there, **changed)
-        monkeypatch.setattr(units.machine, "device", lambda cfg: here)
-        found = units.keys_of(document, cfgs)
+        monkeypatch.setattr(work.machine, "device", lambda cfg: here)
+        found = work.keys_of(document, cfgs)
         assert sorted(found.values()) in ([], sorted(planned["key"] for planned in document["points"]))
         return bool(found)
 
@@ -308,8 +308,8 @@ def test_workers_begin_no_point_after_the_end(lab):
     results, place = lab
     assert run(asked("joblib", results), ends=time.time() - 1).left == 1 + len(LAYERS)
     assert not (place / "measured").exists()
-    (unit,) = units.cut(planning.plan(asked(layers=(2,))).families, 1, ends=time.time() - 1)
-    assert list(units.points_of(units.description(unit, "RUN"), {})) == [units.Ended(0)]
+    (unit,) = work.cut(planning.plan(asked(layers=(2,))).families, 1, ends=time.time() - 1)
+    assert list(work.points_of(work.description(unit, "RUN"), {})) == [work.Ended(0)]
 
 
 def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_path, monkeypatch):
@@ -338,7 +338,7 @@ def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_pa
             dies = unit.name.startswith("u1") and unit.points[1].is_baseline  # at its second baseline, each time
             for point in spooled[: 1 if dies else None]:
                 yield unit, to_json(point)
-            yield unit, units.Ended(-9 if dies else 0)
+            yield unit, work.Ended(-9 if dies else 0)
 
     monkeypatch.setitem(driver.LAUNCHERS, "joblib", SimpleNamespace(workers=lambda cfg: 2, launch=launch))
     plan = planning.plan(cfgs)

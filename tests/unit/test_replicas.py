@@ -19,7 +19,7 @@ from selfspec_cli.gateway.limits import Keys, Meter
 from selfspec_cli.gateway.supervisor import replica
 from selfspec_cli.gateway.upstream import key_of
 from selfspec_cli.stages import replicas
-from selfspec_cli.stages.launch import devices
+from selfspec_cli.stages.launch import work
 
 MADE = Deployment("model", None, environment={"LD_PRELOAD": "x.so"})
 CPU, CUDA = RunConfig(), RunConfig(engine=EngineConfig(device="cuda"))
@@ -37,7 +37,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Here).serve_forever()
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     """Four cores, four GPUs of which CUDA shows three, and no router installed."""
-    monkeypatch.setattr(devices, "own_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(work, "own_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(machine, "visible_gpus", lambda: ["NVIDIA H100"] * 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
     monkeypatch.setattr(replicas.shutil, "which", lambda name: None)

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from selfspec_cli.stages.verify import distribution, sampling
-from selfspec_cli.stages.verify.distribution import ALPHA, Sample, compare
-from selfspec_cli.stages.verify.sampling import Drawn
+from selfspec_cli.stages.verify import sampling
+from selfspec_cli.stages.verify.sampling import ALPHA, Drawn, Sample, compare
 
 VOCAB, LENGTH = 24, 5
 CHAIN = np.random.default_rng(7).normal(size=(VOCAB, VOCAB)) * 2.0
@@ -56,7 +55,7 @@ def test_another_distribution_of_the_same_likelihood_is():
 @pytest.mark.slow
 def test_the_power_is_what_it_says():
     first, second = sample(256, 11), sample(256, 12)
-    share = distribution.detectable(first, second)
+    share = sampling.detectable(first, second)
     assert share is not None and share < 0.5
     best = first.tokens[first.scores.argmax()], first.scores.max()
     caught = 0
@@ -66,7 +65,7 @@ def test_the_power_is_what_it_says():
         ours.tokens[hit], ours.scores[hit] = best
         caught += compare(ours, sample(256, 200 + seed))["p"] < ALPHA
     assert caught >= 3
-    assert distribution.detectable(sample(6, 1), sample(6, 2)) is None
+    assert sampling.detectable(sample(6, 1), sample(6, 2)) is None
 
 
 def test_the_exact_distribution():
@@ -74,25 +73,25 @@ def test_the_exact_distribution():
     pairs = chain[0][:, None] * chain
     known = pairs[:, :, None] * chain
     assert known.sum() == pytest.approx(1)
-    assert distribution.exact_p(sample(4096, 5).tokens, known) > 0.001
-    assert distribution.exact_p(sample(4096, 5, 1.3).tokens, known) < 1e-6
-    assert distribution.exact_p(sample(4096, 5).tokens, pairs) > 0.001
-    assert distribution.exact_p(sample(8, 5).tokens, known) is None
+    assert sampling.exact_p(sample(4096, 5).tokens, known) > 0.001
+    assert sampling.exact_p(sample(4096, 5, 1.3).tokens, known) < 1e-6
+    assert sampling.exact_p(sample(4096, 5).tokens, pairs) > 0.001
+    assert sampling.exact_p(sample(8, 5).tokens, known) is None
     impossible = known.copy()
     impossible[tuple(sample(1, 3).tokens[0, :3])] = 0
-    assert distribution.exact_p(sample(1, 3).tokens, impossible) == 0.0
+    assert sampling.exact_p(sample(1, 3).tokens, impossible) == 0.0
 
 
 def test_temperature_min_p_top_k_and_top_p():
     logs = np.log([0.5, 0.25, 0.15, 0.1])
-    assert distribution.processed(logs, {"temperature": 1.0}) == pytest.approx([0.5, 0.25, 0.15, 0.1])
-    assert distribution.processed(logs, {"top_k": 2}) == pytest.approx([2 / 3, 1 / 3, 0, 0])
-    assert distribution.processed(logs, {"top_p": 0.8}) == pytest.approx([5 / 9, 2.5 / 9, 1.5 / 9, 0])
-    assert distribution.processed(logs, {"top_p": 0.4}) == pytest.approx([1, 0, 0, 0])
-    assert distribution.processed(logs, {"min_p": 0.25}) == pytest.approx([5 / 9, 2.5 / 9, 1.5 / 9, 0])
-    assert distribution.processed(logs, {"min_p": 0.25, "temperature": 0.5}) == pytest.approx([0.8, 0.2, 0, 0])
+    assert sampling.processed(logs, {"temperature": 1.0}) == pytest.approx([0.5, 0.25, 0.15, 0.1])
+    assert sampling.processed(logs, {"top_k": 2}) == pytest.approx([2 / 3, 1 / 3, 0, 0])
+    assert sampling.processed(logs, {"top_p": 0.8}) == pytest.approx([5 / 9, 2.5 / 9, 1.5 / 9, 0])
+    assert sampling.processed(logs, {"top_p": 0.4}) == pytest.approx([1, 0, 0, 0])
+    assert sampling.processed(logs, {"min_p": 0.25}) == pytest.approx([5 / 9, 2.5 / 9, 1.5 / 9, 0])
+    assert sampling.processed(logs, {"min_p": 0.25, "temperature": 0.5}) == pytest.approx([0.8, 0.2, 0, 0])
     squared = np.array([0.25, 0.0625, 0.0225, 0.01])
-    assert distribution.processed(logs, {"temperature": 0.5}) == pytest.approx(squared / squared.sum())
+    assert sampling.processed(logs, {"temperature": 0.5}) == pytest.approx(squared / squared.sum())
 
 
 def test_equal_tokens_at_the_cut_count_together():
@@ -100,8 +99,8 @@ def test_equal_tokens_at_the_cut_count_together():
     logs = np.log([0.4, 0.3, 0.1, 0.1, 0.1])
 
     def cut(top_p):
-        first = distribution.processed(logs, {"top_p": top_p})
-        return first, distribution.at_the_cut(logs, first)
+        first = sampling.processed(logs, {"top_p": top_p})
+        return first, sampling.at_the_cut(logs, first)
 
     first, tied = cut(0.85)
     assert tied.tolist() == [False, False, True, True, True]
@@ -114,16 +113,16 @@ def test_equal_tokens_at_the_cut_count_together():
     texts = np.stack([draw.choice(5, 2048, p=first), draw.integers(0, 5, 2048)], 1)
     swapped = np.stack([np.array(other)[texts[:, 0]], texts[:, 1]], 1)
     among = np.broadcast_to(tied[:, None], known.shape)
-    assert distribution.exact_p(texts, known, among) == distribution.exact_p(swapped, known, among) > 0.001
-    assert distribution.exact_p(swapped, known) == 0.0
+    assert sampling.exact_p(texts, known, among) == sampling.exact_p(swapped, known, among) > 0.001
+    assert sampling.exact_p(swapped, known) == 0.0
     texts[:200, 0] = texts[200:400, 0] = 2  # too many of them are one all the same
-    assert distribution.exact_p(texts, known, among) < 1e-6
+    assert sampling.exact_p(texts, known, among) < 1e-6
 
 
 def test_distance_is_the_share_of_texts_that_would_have_to_change():
     ours = np.array([[1], [1], [2], [2]])
-    assert distribution.distance(ours, np.array([[1], [2], [2], [2]])) == pytest.approx(0.25)
-    assert distribution.distance(ours, ours[::-1]) == 0
+    assert sampling.distance(ours, np.array([[1], [2], [2], [2]])) == pytest.approx(0.25)
+    assert sampling.distance(ours, ours[::-1]) == 0
 
 
 def test_where_plain_decoding_draws_one_text_the_arm_must_draw_it_too():

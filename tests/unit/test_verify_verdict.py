@@ -10,7 +10,7 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.engine.requests import Answer, Request
 from selfspec_cli.record import quality
 from selfspec_cli.stages.verify import greedy, run, sampling, verdict
-from selfspec_cli.stages.verify.arm import Wanted
+from selfspec_cli.stages.verify.engines import Wanted
 from selfspec_cli.stages.verify.greedy import Difference
 from selfspec_cli.stages.verify.sampling import Drawn
 

@@ -18,7 +18,7 @@ from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.progress import Progress
 from selfspec_cli.record.point import Point, from_json
 from selfspec_cli.stages.launch import joblib, ray, submitit
-from selfspec_cli.stages.launch.units import Ended, Unit, cut, rest
+from selfspec_cli.stages.launch.work import Ended, Unit, cut, rest
 from selfspec_cli.stages.plan import Plan, Planned
 
 TRIES = 2

@@ -8,15 +8,15 @@ from selfspec_cli import interrupts
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.stages.launch import devices
-from selfspec_cli.stages.launch.units import Ended, Sent, Unit, description, points_of
+from selfspec_cli.stages.launch import work
+from selfspec_cli.stages.launch.work import Ended, Sent, Unit, description, points_of
 
 
 def workers(cfg: RunConfig) -> int:
     """How many units this host can measure at once."""
     asked = cfg.launcher.workers
     if device_of(cfg) == "cpu":
-        room = len(devices.free(cfg))
+        room = len(work.free(cfg))
     else:
         room = len(machine.visible_gpus()) // cfg.model.tensor_parallel_size
         if not room:
@@ -35,7 +35,7 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
 
     sent: queue.Queue[Sent] = queue.Queue()
     free: queue.Queue[str] = queue.Queue()
-    for name in devices.free(cfg):
+    for name in work.free(cfg):
         free.put(name)
     stop, turn = Event(), Lock()
 
@@ -46,7 +46,7 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
             if stop.is_set():
                 return
             # Between two points a supervisor has nothing to send, so it is asked to stop and not passed by.
-            environment, document = devices.environment(cfg, mine), description(unit, f"{run_id}{unit.name}")
+            environment, document = work.environment(cfg, mine), description(unit, f"{run_id}{unit.name}")
             for item in points_of(document, environment, log(unit), stop.is_set):
                 sent.put((unit, item))
         except Exception as error:  # of the supervisor itself, such as a full disk

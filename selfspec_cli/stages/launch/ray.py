@@ -11,8 +11,8 @@ from selfspec_cli import interrupts
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.extras import install
-from selfspec_cli.stages.launch import devices, joblib
-from selfspec_cli.stages.launch.units import Ended, Sent, Unit, description, points_of
+from selfspec_cli.stages.launch import joblib, work
+from selfspec_cli.stages.launch.work import Ended, Sent, Unit, description, points_of
 
 
 def running() -> str | None:
@@ -32,7 +32,7 @@ def connected(cfg: RunConfig) -> Any:
         address = running()
         local: dict[str, Any] = {}
         if not address:  # Ray starts a Python process for each processor, before any task
-            cores = max(len(devices.own_cores()), devices.A_WORKER) if device_of(cfg) == "cpu" else joblib.workers(cfg)
+            cores = max(len(work.own_cores()), work.A_WORKER) if device_of(cfg) == "cpu" else joblib.workers(cfg)
             local = {"num_cpus": cores, "include_dashboard": False}
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
@@ -47,7 +47,7 @@ def workers(cfg: RunConfig) -> int:
     if running() is None:
         return joblib.workers(cfg)
     on_cpu = device_of(cfg) == "cpu"
-    name, each = ("CPU", devices.A_WORKER) if on_cpu else ("GPU", cfg.model.tensor_parallel_size)
+    name, each = ("CPU", work.A_WORKER) if on_cpu else ("GPU", cfg.model.tensor_parallel_size)
     nodes = [int(node["Resources"].get(name, 0)) for node in connected(cfg).nodes() if node["Alive"]]
     room = sum(have // each for have in nodes)
     if not room:
@@ -66,7 +66,7 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     def streamed(document: dict[str, Any], log: str | None) -> Iterator[str | Ended]:
         own: dict[str, str] = {}
         if not on_cpu:  # as under joblib; Ray limits a task to the one thread of the one CPU that it asks for
-            own = devices.of_gpus(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+            own = work.of_gpus(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
             os.environ.pop("OMP_NUM_THREADS", None)
         yield from points_of(document, own, log)
 
@@ -77,7 +77,7 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
         while waiting or streams:
             while waiting and len(streams) < count:
                 unit = waiting.pop(0)
-                need = {"num_cpus": devices.A_WORKER} if on_cpu else {"num_cpus": 1, "num_gpus": unit.gpus}
+                need = {"num_cpus": work.A_WORKER} if on_cpu else {"num_cpus": 1, "num_gpus": unit.gpus}
                 task = remote.options(num_returns="streaming", max_retries=0, **need)
                 place = log(unit) if running() is None else None  # another node may not see that folder
                 streams[unit.name] = unit, task.remote(description(unit, f"{run_id}{unit.name}"), place)

@@ -15,8 +15,8 @@ from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.extras import install
 from selfspec_cli.record import folder
 from selfspec_cli.record.point import from_json
-from selfspec_cli.stages.launch import devices, joblib
-from selfspec_cli.stages.launch.units import Ended, Sent, Unit, description, points_of
+from selfspec_cli.stages.launch import joblib, work
+from selfspec_cli.stages.launch.work import Ended, Sent, Unit, description, points_of
 from selfspec_cli.whole import atomic_write
 
 POLL = 0.5  # seconds
@@ -55,10 +55,10 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     place = Path(log(units[0])).parent / f"{run_id}-jobs"
     executor = AutoExecutor(folder=place, cluster="slurm" if on_slurm() else "local")
     on_cpu = device_of(cfg) == "cpu"
-    executor.update_parameters(timeout_min=MINUTES, cpus_per_task=devices.A_WORKER if on_cpu else 8)
+    executor.update_parameters(timeout_min=MINUTES, cpus_per_task=work.A_WORKER if on_cpu else 8)
     # Once: the load of this host's own workers would lessen it. Slurm says itself what a job has; here submitit would
     # give the first GPU to each.
-    free, count = None if on_slurm() else devices.free(cfg), workers(cfg)
+    free, count = None if on_slurm() else work.free(cfg), workers(cfg)
     waiting, running = list(units), dict[str, tuple[Unit, Path, Any]]()
     held: dict[str, list[str]] = {}
     try:
@@ -70,7 +70,7 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
                 spool.mkdir(parents=True)
                 if not on_cpu:
                     executor.update_parameters(gpus_per_node=unit.gpus)
-                environment = devices.environment(cfg, held[unit.name])
+                environment = work.environment(cfg, held[unit.name])
                 words = (description(unit, f"{run_id}{unit.name}"), str(spool), environment, log(unit))
                 running[unit.name] = unit, spool, executor.submit(job, *words)
             for name, (unit, spool, submitted) in list(running.items()):

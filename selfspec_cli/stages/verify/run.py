@@ -24,9 +24,8 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import quality
 from selfspec_cli.record.folder import new_run_id, now
 from selfspec_cli.stages.arms import named
-from selfspec_cli.stages.verify import arm, cases, plain, sampling, verdict
-from selfspec_cli.stages.verify.arm import EVERY, FOREIGN_HEAD, Arm, Wanted
-from selfspec_cli.stages.verify.plain import Unsure
+from selfspec_cli.stages.verify import engines, greedy, sampling, verdict
+from selfspec_cli.stages.verify.engines import EVERY, FOREIGN_HEAD, Arm, Unsure, Wanted
 from selfspec_cli.stages.verify.verdict import FAULT, NEAR_TIES
 from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
 from selfspec_cli.whole import atomic_write
@@ -107,7 +106,7 @@ def plan(cfg: RunConfig, wanted: Wanted) -> dict[str, Any]:
         "key": Keys().run(cfg),
         "engines": engines,
         "context": settings.model.max_model_len,
-        "cases": ["mixed", *wanted.only] if wanted.only else list(cases.GROUPS),
+        "cases": ["mixed", *wanted.only] if wanted.only else list(greedy.GROUPS),
         "sampling": wanted.settings,
         "runs": wanted.repeat,
     }
@@ -128,7 +127,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         head = _foreign_head(settings) if foreign else nullcontext(settings)
         with head as drafting, open_engine(drafting, worker_extension_cls=FAULTY_WORKER) as engine:
             for seed, asked in here:
-                arms.append((arm.perform(engine, drafting, asked, seed, progress), asked))
+                arms.append((engines.perform(engine, drafting, asked, seed, progress), asked))
                 progress("the arm", len(arms), len(jobs))
                 if any(drawn.ended is not None for drawn in arms[-1][0].drawn.values()):
                     break  # nothing more can be asked of this engine
@@ -136,12 +135,12 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
     found: list[tuple[Arm, dict[str, Any], list[Unsure]]] = []
     with open_engine(baseline_of(settings)) as engine:
         for one, asked in arms:
-            found.append((one, *plain.judge(engine, settings, asked, one, progress)))
+            found.append((one, *engines.judge(engine, settings, asked, one, progress)))
             progress("the plain engine", len(found), len(jobs))
     if any(unsure for _, _, unsure in found):
         # A budget of so many tokens, and one request: vLLM cuts no prompt that is alone by any other setting.
         with open_engine(baseline_of(settings), max_num_batched_tokens=int(cfg.k or 0) + 1, max_num_seqs=1) as engine:
-            plain.judge_together(engine, settings, wanted, found)
+            engines.judge_together(engine, settings, wanted, found)
     planted = [(asked.plant, one) for (_, asked), (_, one, _) in zip(arms, found, strict=True)]
     keys = Keys()
     document = concluded(planted, wanted) | {
@@ -158,7 +157,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         "planted": wanted.plant,
         "thorough": wanted.thorough,
         "batch_invariant": wanted.batch_invariant,
-        "tolerance": plain.tolerance_of(settings, wanted),
+        "tolerance": engines.tolerance_of(settings, wanted),
         "seconds": round(time.perf_counter() - start, 1),
     }
     return save(document, Path(cfg.results_dir))

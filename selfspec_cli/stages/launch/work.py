@@ -1,7 +1,9 @@
-"""A plan, cut into units that different workers can measure, and the worker process of a unit.
+"""A plan, cut into units that different workers can measure; and a worker: one unit in a process of its own.
 
 A unit is some engines of one family with all their points, and the family's baselines, which are measured again in each
-unit: a candidate is only compared with a baseline of the same GPU.
+unit: a candidate is only compared with a baseline of the same GPU. No two workers of a host share a GPU or a core. A
+worker (`python -m selfspec_cli.stages.launch.work UNIT.json SPOOL`) writes each point as a file into the spool folder,
+whole; its supervisor moves the points on.
 """
 
 import json
@@ -16,14 +18,76 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import RunConfig, to_plain
+from selfspec_cli.record.point import to_json
 from selfspec_cli.stages.plan import Family, Planned
 from selfspec_cli.terminal import last_lines
+from selfspec_cli.whole import atomic_write
+
+CORES = "SELFSPEC_CORES"
+"""Environment variable of a worker: the cores that it may use, separated by commas."""
+A_WORKER = 2  # cores that an engine on the CPU needs
+
+
+def free(cfg: RunConfig) -> list[str]:
+    """What workers on this host can be given: its idle pairs of cores, such as "0,1", or its GPUs."""
+    if device_of(cfg) == "cpu":
+        return [",".join(map(str, pair)) for pair in free_pairs(own_cores(), os.getloadavg()[0])]
+    return gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus()))
+
+
+def environment(cfg: RunConfig, held: Sequence[str]) -> dict[str, str]:
+    """Environment variables of a worker that holds some of `free`; of one that has what Slurm gives it, without any."""
+    if device_of(cfg) != "cpu":
+        return of_gpus(held) if held else {}
+    cores = held[0].split(",") if held else []
+    return ({CORES: held[0]} if held else {}) | {"OMP_NUM_THREADS": str(len(cores) or A_WORKER)}
+
+
+def free_pairs(cores: Sequence[int], load: float) -> list[list[int]]:
+    """The cores in pairs, as many pairs as are idle; at least one. load: processes that run now."""
+    pairs = [list(cores[start : start + A_WORKER]) for start in range(0, len(cores) - A_WORKER + 1, A_WORKER)]
+    idle = int(max(len(cores) - load, 0)) // A_WORKER
+    return pairs[: max(idle, 1)] or [list(cores)]
+
+
+def own_cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def gpu_numbers(visible: str | None, count: int) -> list[str]:
+    """What to write into CUDA_VISIBLE_DEVICES for each GPU. visible: the variable as it is; count: GPUs of the host."""
+    return visible.split(",") if visible else [str(number) for number in range(count)]
+
+
+def of_gpus(numbers: Sequence[str]) -> dict[str, str]:
+    """Environment variables of a worker that has these GPUs: which they are, and the cores next to the first."""
+    near = near_cores(numbers[0])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(numbers)} | ({CORES: ",".join(map(str, near))} if near else {})
+
+
+def near_cores(gpu: str) -> list[int]:
+    """Those of this process' cores that are on the side of the memory (the NUMA node) to which a GPU is attached; empty
+    where nothing says or this process has none of them."""
+    try:
+        ((bus,),) = machine.asked_of_gpus("pci.bus_id", f"--id={gpu}")
+        words = Path(f"/sys/bus/pci/devices/{bus[-12:].lower()}/local_cpulist").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return []
+    own = set(own_cores())  # taskset or a batch system may have given this process fewer
+    near = []
+    for part in filter(None, words.split(",")):
+        low, _, high = part.partition("-")
+        near += [core for core in range(int(low), int(high or low) + 1) if core in own]
+    return near
+
 
 ENDS = ".point.json"
 """Ends the name of a file in which a worker leaves a point."""
@@ -47,7 +111,7 @@ class Unit:
 
     @property
     def devices(self) -> int:
-        """What of `devices.free` it takes: a pair of cores, or its GPUs."""
+        """What of `free` it takes: a pair of cores, or its GPUs."""
         return 1 if device_of(self.points[0].cfg) == "cpu" else self.gpus
 
 
@@ -138,7 +202,7 @@ def points_of(
         file.write_text(json.dumps(document), encoding="utf-8")
         with output.open("ab") as written:
             process = subprocess.Popen(
-                [sys.executable, "-m", "selfspec_cli.stages.launch.worker", str(file), place],
+                [sys.executable, "-m", "selfspec_cli.stages.launch.work", str(file), place],
                 env=os.environ | dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=written,
@@ -163,3 +227,48 @@ def _taken(spool: Path) -> Iterator[str]:
         text = file.read_text(encoding="utf-8")
         file.unlink()
         yield text
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure the unit that a file describes; 0 if all points were reached, measured or failed."""
+    file, spool = words
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    document = json.loads(Path(file).read_text(encoding="utf-8"))
+    with suppress(OSError):  # cores that this machine does not have
+        if os.environ.get(CORES):
+            os.sched_setaffinity(0, {int(core) for core in os.environ[CORES].split(",")})
+    measure_unit(document, Path(spool))
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    """End this process group when the supervisor is gone: nobody would take its points, and it holds a GPU."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def measure_unit(document: dict[str, Any], spool: Path) -> None:
+    """Measure every point of a unit, the baselines first, and spool each."""
+    from selfspec_cli.config.dumped import load_config
+    from selfspec_cli.engine.live import fork_engines, open_engine
+    from selfspec_cli.stages import bench, sweep
+
+    cfgs, file = [], spool / "config.json"
+    for planned in document["points"]:
+        file.write_text(json.dumps(planned), encoding="utf-8")
+        cfgs.append(load_config(file))
+    fork_engines(cfgs[0])
+    sweep.run_unit(
+        cfgs,
+        document["run_id"],
+        keys_of(document, cfgs),
+        open_engine=open_engine,
+        bench=bench.run,
+        keep=lambda point: atomic_write(spool / f"{point.number:04d}{ENDS}", to_json(point)),
+        ends=document["ends"],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -21,8 +21,7 @@ from selfspec_cli.stages import preflight
 from selfspec_cli.texts import corpora
 
 if TYPE_CHECKING:
-    from selfspec_cli.stages.fit import FitResult
-    from selfspec_cli.stages.fit_weights import Fitted
+    from selfspec_cli.stages.fit import FitResult, Fitted
 
 
 class HeadFormat(StrEnum):
@@ -138,16 +137,16 @@ def fit_draft_weights(
 ) -> None:
     """Make copies of the weights for drafting from what the model sees (GPTQ); draft_weights_path=FILE uses
     them."""
-    from selfspec_cli.stages import fit_weights
+    from selfspec_cli.stages import fit
 
     cfgs = configs.several(overrides)
     preflight.check_all(cfgs)
-    fit_weights.check(cfgs, file)
+    fit.check_weights(cfgs, file)
     if out.dry_run:
-        files = [str(file or fit_weights.path_for(cfg)) for cfg in cfgs]
+        files = [str(file or fit.path_for(cfg)) for cfg in cfgs]
         return out.plan({"model": cfgs[0].model.path, "prompts": prompts, "files": files})
     with on_engines(out, "fit-weights", cfgs[0], is_tracked=False) as stage:
-        fitted = fit_weights.run(cfgs, prompts=prompts, out=file, **stage)
+        fitted = fit.run_weights(cfgs, prompts=prompts, out=file, **stage)
     out.answer({"files": [{**asdict(one), "medians": one.medians} for one in fitted]}, lambda: _show_copies(fitted))
 
 

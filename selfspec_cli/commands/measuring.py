@@ -81,9 +81,9 @@ class Backend:
 
 
 def _engines(shown: Progress, run_id: str) -> tuple[sweep_stage.OpenEngine, sweep_stage.Bench]:
-    from selfspec_cli.stages.bench import run as bench_one
+    from selfspec_cli.stages.measure import bench
 
-    return shown_starting(shown, forked=True), bench_one
+    return shown_starting(shown, forked=True), bench
 
 
 ENGINES = Backend(_engines)

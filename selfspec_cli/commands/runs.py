@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.help import NamesCommands
 from selfspec_cli.commands.screen import Output, emit, say, show_facts, table, warn
-from selfspec_cli.commands.shared import Folder, command
+from selfspec_cli.commands.shared import Folder, NamesCommands, command
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, query, tables
 from selfspec_cli.record import folder as results

@@ -10,9 +10,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from selfspec_cli.engine import scoring
 from selfspec_cli.engine.live import Engine
-from selfspec_cli.engine.scoring import Passage
+from selfspec_cli.engine.requests import Passage, complete, score
 from selfspec_cli.progress import Progress, ignore
 
 GENERATED = 256  # tokens at most, where a task does not say
@@ -57,7 +56,7 @@ class LiveModel(TemplateLM):
         for _, context, continuation in requests:
             ids = [*context, *continuation][-self.room :]
             passages.append(Passage(ids, max(1, len(ids) - len(continuation))))
-        return [(one.log_likelihood, one.greedy) for one in scoring.score(self.engine, passages, self.progress)]
+        return [(one.log_likelihood, one.greedy) for one in score(self.engine, passages, self.progress)]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows as long as the model takes, by the harness's own rule."""
@@ -69,7 +68,7 @@ class LiveModel(TemplateLM):
             windows = [Passage([*context, *scored], len(context)) for context, scored in pairs]
             passages += windows
             counts.append(len(windows))
-        scores = iter(scoring.score(self.engine, passages, self.progress))
+        scores = iter(score(self.engine, passages, self.progress))
         return [sum(next(scores).log_likelihood for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
@@ -92,4 +91,4 @@ class LiveModel(TemplateLM):
                     **{name: value for name, value in wanted.items() if name not in OWN_WORDS},
                 )
             )
-        return scoring.complete(self.engine, prompts, params, self.progress)
+        return complete(self.engine, prompts, params, self.progress)

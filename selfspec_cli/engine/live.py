@@ -25,7 +25,7 @@ from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.arguments import RUNNER, llm_arguments, runner_variables
+from selfspec_cli.engine.deployment import RUNNER, llm_arguments, runner_variables
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.texts.prompts import Tokens, Turn
 from selfspec_cli.vllm_plugin.interpreted import interpret_kernels

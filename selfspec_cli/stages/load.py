@@ -18,9 +18,9 @@ from selfspec_cli.config.keys import baseline_of, digest
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
 from selfspec_cli.engine import cores
-from selfspec_cli.engine.arguments import ModelTokens
 from selfspec_cli.engine.clients import BUSY, ClientsError, Job, Run, check_installed, processes_for
 from selfspec_cli.engine.clients import run as run_clients
+from selfspec_cli.engine.deployment import ModelTokens
 from selfspec_cli.engine.server import Server
 from selfspec_cli.load_patterns.trace import PATTERN, Request, asked_requests, is_trace
 from selfspec_cli.progress import Progress, ignore

@@ -15,16 +15,16 @@ from selfspec_cli import interrupts
 from selfspec_cli.config import head_files
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.head_metadata import read_metadata
-from selfspec_cli.engine import scoring
+from selfspec_cli.engine import requests
 from selfspec_cli.engine.live import Engine, Generation, OpenEngine
-from selfspec_cli.engine.scoring import Passage
+from selfspec_cli.engine.requests import Passage
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality
 from selfspec_cli.record.quality import GREEDY, SAMPLED, Scores
 from selfspec_cli.stages import arms
 from selfspec_cli.stages.arms import Found
-from selfspec_cli.stages.bench import OWN_DISTRIBUTION
+from selfspec_cli.stages.measure import OWN_DISTRIBUTION
 from selfspec_cli.stages.plan import Planned, results_dir
 from selfspec_cli.texts import corpora, library
 
@@ -179,7 +179,7 @@ class _Family:
         ]
         passages = [Passage(self.ids[number][start:end], scored - start) for number, start, scored, end in places]
         scores = Scores([0.0] * len(self.ids), [0] * len(self.ids))
-        for (number, *_), passage in zip(places, scoring.score(engine, passages, self.progress), strict=True):
+        for (number, *_), passage in zip(places, requests.score(engine, passages, self.progress), strict=True):
             scores.nats[number] -= passage.log_likelihood
             scores.tokens[number] += passage.tokens
         return scores
@@ -202,7 +202,7 @@ class _Family:
             nats = {at: scores.nats[at] for at, output in enumerate(outputs) if output == theirs.outputs[at]}
         fresh = [at for at in range(len(outputs)) if at not in nats]
         passages = [Passage([*self.prompts[at], *outputs[at]], len(self.prompts[at])) for at in fresh]
-        for at, score in zip(fresh, scoring.score(engine, passages, self.progress), strict=True):
+        for at, score in zip(fresh, requests.score(engine, passages, self.progress), strict=True):
             nats[at] = -score.log_likelihood
         return Scores([nats[at] for at in range(len(outputs))], [len(output) for output in outputs])
 

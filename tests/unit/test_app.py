@@ -16,7 +16,7 @@ from selfspec_cli.record import columns, folder, quality
 from selfspec_cli.record.quality import Finding
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import make
-from selfspec_cli.stages import ppl, roc, tune
+from selfspec_cli.stages import fit, ppl, roc, tune
 from selfspec_cli.stages.arms import Failure, Found
 
 
@@ -40,7 +40,7 @@ class Engine:
 
 @pytest.fixture
 def engines(monkeypatch):
-    """Stand-ins for selfspec_cli.engine.live and stages.bench, so that no vLLM is imported; the engines opened."""
+    """Stand-ins for selfspec_cli.engine.live and stages.measure, so that no vLLM is imported; the engines opened."""
     opened = []
 
     @contextmanager
@@ -49,7 +49,7 @@ def engines(monkeypatch):
         opened.append(cfg)
         yield Engine(cfg)
 
-    def run(cfg, engine, progress):
+    def bench(cfg, engine, progress):
         if cfg.threshold == 6 and cfg.method is not Method.baseline:
             raise RuntimeError("boom")
         return measured(100.0, 101.0, 99.0)
@@ -58,7 +58,7 @@ def engines(monkeypatch):
         pass
 
     stand_in(monkeypatch, "selfspec_cli.engine.live", open_engine, fork_engines)
-    stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
+    stand_in(monkeypatch, "selfspec_cli.stages.measure", bench)
     return opened
 
 
@@ -239,11 +239,11 @@ def test_after_a_resume_every_arm_stands_beside_its_own_baseline(engines, model,
     paces = {None: 100.0, 4: 110.0, 5: 75.0}
     pace = {"slow": 1.0}
 
-    def run(cfg, engine, progress):
+    def bench(cfg, engine, progress):
         speed = paces[None] * pace["slow"] if cfg.method is Method.baseline else paces[cfg.threshold]
         return measured(speed, 1.001 * speed, 0.999 * speed)
 
-    stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
+    stand_in(monkeypatch, "selfspec_cli.stages.measure", bench)
     done("sweep", "gate=varH", "tau_v=4", model)
     pace["slow"] = 0.5
     result = call("sweep", "gate=varH", "tau_v=4,5", model)
@@ -397,13 +397,12 @@ def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
     ],
 )
 def test_an_interrupt_exits_with_130_and_says_what_the_same_command_does_then(engines, model, monkeypatch, words, then):
-    def run(*_, **__):
+    def bench(*_, **__):
         raise KeyboardInterrupt
 
-    for stage in ("bench", "fit", "heads"):
-        stand_in(monkeypatch, f"selfspec_cli.stages.{stage}", run)
-    monkeypatch.setattr(roc, "run", run)
-    monkeypatch.setattr(tune, "run", run)
+    stand_in(monkeypatch, "selfspec_cli.stages.measure", bench)
+    for stage in (fit, roc, tune):
+        monkeypatch.setattr(stage, "run", bench)
     result = call(*words, model)
     assert result.exit_code == signal.SIGINT + 128, result.output
     assert result.stderr.splitlines()[-1].endswith(then)

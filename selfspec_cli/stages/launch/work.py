@@ -252,7 +252,7 @@ def measure_unit(document: dict[str, Any], spool: Path) -> None:
     """Measure every point of a unit, the baselines first, and spool each."""
     from selfspec_cli.config.dumped import load_config
     from selfspec_cli.engine.live import fork_engines, open_engine
-    from selfspec_cli.stages import bench, sweep
+    from selfspec_cli.stages import measure, sweep
 
     cfgs, file = [], spool / "config.json"
     for planned in document["points"]:
@@ -264,7 +264,7 @@ def measure_unit(document: dict[str, Any], spool: Path) -> None:
         document["run_id"],
         keys_of(document, cfgs),
         open_engine=open_engine,
-        bench=bench.run,
+        bench=measure.bench,
         keep=lambda point: atomic_write(spool / f"{point.number:04d}{ENDS}", to_json(point)),
         ends=document["ends"],
     )

@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.early_exit.head_metadata import SUFFIX, read_metadata
 from selfspec_cli.engine import requests as asking
-from selfspec_cli.engine.arguments import head_path
+from selfspec_cli.engine.deployment import head_path
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.requests import Answer, Request
 from selfspec_cli.progress import Progress, ignore

@@ -51,7 +51,7 @@ if "selfspec_cli.stages.launch.work" in sys.orig_argv:
     # In place of the modules themselves, whose import of PyTorch takes longer than all that a worker does here.
     of_worker = {
         "engine.live": {"open_engine": open_engine, "fork_engines": lambda cfg: None},
-        "stages.bench": {"run": bench},
+        "stages.measure": {"bench": bench},
     }
     for name, functions in of_worker.items():
         module = sys.modules[f"selfspec_cli.{name}"] = ModuleType(f"selfspec_cli.{name}")

@@ -68,8 +68,7 @@ def check(
 
 
 def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]:
-    """The checked config of each case, as this machine can run it. Raises ConfigError: a setting, or `plant`, that
-    there is not or that does not go with this file."""
+    """The checked config of each case. Raises ConfigError: a setting, or `plant`, does not go with this file."""
     cfgs = [configs.one([*case.words], None) for case in asked.cases]
     cfgs = load_command.as_loads(cfgs) if asked.served else cfgs
     if plant is not None:

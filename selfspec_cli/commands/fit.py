@@ -77,12 +77,8 @@ def fit_heads(
 
 def to_fit(points: Sequence[RunConfig]) -> tuple[RunConfig, dict[str, Any]]:
     """The point of a grid whose model, engine and workload count, and the arguments of `fit.run` that the grid settles;
-    the lens is always among the heads, to be compared with.
-
-    Raises:
-        ConfigError: points of more than one model or engine, a point without a layer, a head given as a file, or
-            nothing but heads over the full vocabulary that need no fit.
-    """
+    the lens is always among the heads. Raises ConfigError: points of several models or engines, a point without a
+    layer, a head given as a file, or nothing that needs a fit."""
     for cfg in points:
         preflight.check_model(cfg)
         if cfg.head.path is not None:
@@ -108,7 +104,6 @@ def to_fit(points: Sequence[RunConfig]) -> tuple[RunConfig, dict[str, Any]]:
 def _fit(
     out: Output, name: str, cfg: RunConfig, request: dict[str, Any], pairs: int, ridge: float | None, corpus: str
 ) -> FitResult | None:
-    """Fit the heads that `to_fit` names; None for a dry run."""
     preflight.check_folder(cfg.head_dir, "head_dir")
     corpora.check(corpus)
     if out.dry_run:
@@ -151,7 +146,6 @@ def fit_draft_weights(
 
 
 def _show_copies(fitted: list[Fitted]) -> None:
-    """What each file loses of a product's mean square, and how to use it."""
     for one in fitted:
         shares = ", ".join(f"{name} {share:.5f}" for name, share in one.medians.items())
         say(f"{one.kind}: {shares} of a product's mean square is lost (medians over the layers)")

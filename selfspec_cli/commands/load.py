@@ -70,13 +70,12 @@ def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Backend:
 
 
 def _searched(points: Sequence[Any]) -> list[str]:
-    """What each search for the greatest load found."""
     rows = [(point, tables.row(point)) for point in points]
     return [f"{label(row)}: {words}" for point, row in rows if (words := searched(point, row)) is not None]
 
 
 def _check_prompts(cfg: RunConfig) -> None:
-    """Refuse prompts that cannot be had before a server has started; raises ConfigError."""
+    """Refuse prompts that cannot be had before a server has started."""
     from selfspec_cli.texts import prompt_files
 
     preflight.check_prompts(cfg)
@@ -87,7 +86,6 @@ def _check_prompts(cfg: RunConfig) -> None:
 
 
 def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, run_id: str) -> tuple[Any, Any]:
-    """What a sweep opens in place of an engine, and its bench."""
     folder = Path(results_dir(runs))
 
     @contextmanager

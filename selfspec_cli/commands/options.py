@@ -39,7 +39,6 @@ def show_options(
 
 
 def _show(rows: list[Row], choices: list[Choice]) -> None:
-    """Settings, then the choices of those that name an object of a registry."""
     for row in rows:
         about = ", ".join(part for part in (row.unit or row.type, row.allowed) if part)
         spec = f"; in a speculative_config: {row.spec_key}" if row.spec_key else ""

@@ -168,7 +168,6 @@ def _value(columns: dict[str, Any], name: str, *, sign: bool) -> str:
 
 
 def _scores(findings: list[Finding]) -> Rows:
-    """One row an arm and score."""
     for finding in findings:
         for score in finding.found["scores"]:
             error = "" if score["stderr"] is None else f"{score['stderr']:.4f}"

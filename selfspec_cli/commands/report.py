@@ -80,7 +80,6 @@ def report(
 
 
 def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures: bool) -> None:
-    """Print the tables and write the page into the folder `pages`."""
     from selfspec_cli.commands import deploying
     from selfspec_cli.report import make, sources, table
 

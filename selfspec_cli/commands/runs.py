@@ -155,7 +155,6 @@ def _ask(rows: list[Record], as_json: bool) -> None:
 
 
 def _place(words: list[str]) -> tuple[Path, list[str]]:
-    """The results folder that the words name, and the other words."""
     named = [word for word in words if word.startswith(f"{RESULTS}=")]
     folder = configs.results_dir(named)
     _expect_points(folder)
@@ -179,7 +178,7 @@ def _points(folder: Path) -> list[Point]:
 
 
 def _one(points: list[Point], name: str) -> Point:
-    """The one point whose id begins so; of several of one key the newest."""
+    """The newest point whose id begins so."""
     matching = [point for point in points if point.id.startswith(name)]
     if not matching:
         raise ConfigError(f"no point's id begins with {name!r}; selfspec runs list shows them")

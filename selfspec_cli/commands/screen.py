@@ -57,8 +57,7 @@ ROWS_KEPT = f"rows measured so far are kept, but {BEGINS_AGAIN}"
 
 @contextmanager
 def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None]:
-    """Exceptions into exit codes and one-screen messages: 2 bad input, 1 the run failed, 130 interrupted. then:
-    GOES_ON, or whatever else is true after an interrupt."""
+    """Exceptions into exit codes and one-screen messages. then: what is true after an interrupt, such as GOES_ON."""
     try:
         yield
     except typer.Exit:
@@ -90,8 +89,7 @@ def _of_disk(error: OSError) -> str | None:
 
 
 def _is_written_to(place: Path) -> bool:
-    """Whether a place is one of this command's folders of results and heads, as they were typed or by default, a file
-    in one that is there, or a folder above."""
+    """Whether a place is one of this command's folders of results and heads, a file in one, or a folder above."""
     default = {name: getattr(RunConfig(), name) for name in ("results_dir", "head_dir")}
     typed = [value for name, _, value in (word.partition("=") for word in sys.argv) if name in default]
     for folder in map(Path, [*default.values(), *typed]):

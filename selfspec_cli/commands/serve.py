@@ -71,16 +71,14 @@ OF_MEASURING = ("workload", "load", "tracker", "launcher", "repeats", "warmup", 
 
 
 def _without_effect(words: Sequence[str]) -> list[str]:
-    """A hint for each word that says nothing to a server."""
     idle = [word for word in words if word.partition("=")[0].partition(".")[0] in OF_MEASURING]
     hint = "each request says its own, such as temperature, max_tokens and seed"
     return [f"{' '.join(idle)}: without effect on a server; {hint}"] if idle else []
 
 
 def check_port(options: Sequence[str]) -> None:
-    """See that the address is free on which vLLM's server would answer: it looks only after it has loaded the model.
-    Raises ConfigError: another program answers there, or there is no such port. options: of vLLM's server; without
-    --host and --port it answers at port 8000 of every address."""
+    """See that the address of vLLM's server is free, which looks only after it has loaded the model; raises
+    ConfigError. options: of vLLM's server; without --host and --port it answers at port 8000 of every address."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--host", default="")
     parser.add_argument("--port", type=int, default=8000)

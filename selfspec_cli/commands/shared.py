@@ -132,9 +132,8 @@ class TakesSettings(NamesValues):
 
 
 def complete(incomplete: str) -> list[tuple[str, str]]:
-    """How a KEY=VALUE word on the shell's line can go on. bash takes `=` for a word of its own, so that only what
-    follows it is completed there. A key that is alone has its placeholder beside it in bash and zsh, which would put a
-    space after the only candidate."""
+    """How a KEY=VALUE word on the shell's line can go on. bash completes only what follows `=`. A key that is alone has
+    its placeholder beside it in bash and zsh, which would put a space after the only candidate."""
     from selfspec_cli.config.options import candidates
 
     text, at = os.environ.get("COMP_WORDS", ""), int(os.environ.get("COMP_CWORD", "0"))
@@ -210,12 +209,9 @@ def command(
     dry_run: bool = True,
     then: str | Callable[[dict[str, Any]], str] = BEGINS_AGAIN,
 ) -> Callable[[Any], Any]:
-    """Make a command for app.py of a function (out: Output, options): it gets the options of every command, and its
-    errors become exit codes.
-
-    settings: it takes draft settings as KEY=VALUE, which its help lists. dry_run: it has that option. then: what is
-    true after an interrupt (screen.py), or what says so of the command's options.
-    """
+    """Make a command for app.py of a function (out: Output, options), with the options of every command, and exit codes
+    for errors. settings: it takes KEY=VALUE, which its help lists. dry_run: it has that option. then: what is true
+    after an interrupt (screen.py), or what says so of the options."""
     flags = {field: option for field, option in OUTPUT.items() if dry_run or field != "dry_run"}
 
     def marked(function: Any) -> Any:

@@ -43,7 +43,6 @@ def roc(
 
 
 def _show_gates(rows: list[Any], choice: dict[str, Any]) -> None:
-    """Areas under the ROC curves, what each gate is expected to bring, and which one to choose."""
     screen.table(
         ("layer", "head", "gate", "AUC", "at stake", "best setting", "expected"),
         [
@@ -97,7 +96,6 @@ def tune(
 
 
 def _show(document: dict[str, Any], words: Sequence[str]) -> None:
-    """What tuning measured last, what it chose, and how to use it. words: that name the choice."""
     for found in sorted(document["finalists"], key=lambda found: -found["speedup"]):
         limit = f"{found['threshold']:.3g}" if found["threshold"] is not None else ""
         pair = (found["speedup_low"], found["speedup_high"])

@@ -65,7 +65,6 @@ def verify(
 
 
 def _check_names(option: str, names: Iterable[str], allowed: Collection[str]) -> None:
-    """Raises ConfigError for a fault or a case that there is not."""
     for name in names:
         if name not in allowed:
             raise ConfigError(closest(name, allowed, option))
@@ -94,7 +93,6 @@ def show(document: dict[str, Any]) -> None:
 
 
 def _figures(row: dict[str, Any]) -> str:
-    """What was measured of one way to sample."""
     if "p" not in row:
         return ""
     text = f"p = {row['p']:.3g}, distance {row['distance']:.3f} (plain from itself {row['distance_plain']:.3f})"

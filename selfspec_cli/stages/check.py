@@ -43,8 +43,8 @@ RUNS = 3
 
 @dataclass(frozen=True)
 class Bound:
-    """A measure must be `limit` at least, or at most where less is better. of_baseline: the limit is for the ratio of
-    the measure to the baseline's."""
+    """A measure must be `limit` at least, or at most where less is better. of_baseline: as a ratio to the
+    baseline's."""
 
     measure: str
     limit: float
@@ -84,8 +84,7 @@ class CheckFile:
 
 
 def read(path: Path) -> CheckFile:
-    """A file as a CheckFile. Raises ConfigError: it cannot be read, or says something that is not understood; the
-    message names the place."""
+    """A file as a CheckFile. Raises ConfigError, with the place: it cannot be read or understood."""
     given = read_yaml(path, ("title", "runs", "served", "settings", "cases"))
     settings = _words(given.get("settings", []), f"{path}: settings")
     if not isinstance(given.get("cases"), list) or not given["cases"]:
@@ -329,16 +328,10 @@ def run(
     run_id: str | None = None,
     reuse_baseline: bool = False,
 ) -> dict[str, Any]:
-    """Measure and judge; the verdict, which is also added to the folder's checks.jsonl.
-
-    cfgs: one for each case of the file, all of one results folder; with a fault to plant one of its own, for such a run
-    says nothing of the code. plant: a fault of `PLANTED` that every drafting engine gets. reuse_baseline: compare with
-    baselines of earlier commands, where there are some.
-
-    Raises:
-        ConfigError: what the cfgs ask for cannot be had.
-        RecordError: a point or the verdict could not be written.
-    """
+    """Measure and judge; the verdict, which is also added to the folder's checks.jsonl. cfgs: one for each case of the
+    file, all of one results folder; with a fault to plant one of its own. plant: a fault of `PLANTED` that every
+    drafting engine gets. reuse_baseline: compare with baselines of earlier commands. Raises ConfigError: what the cfgs
+    ask for cannot be had; RecordError: a point or the verdict could not be written."""
     folder, keys, began = Path(results_dir(cfgs)), Keys(), time.perf_counter()
     names = [keys.run(cfg) for cfg in cfgs]
     points: list[Point] = []

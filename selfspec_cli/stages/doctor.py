@@ -31,8 +31,8 @@ class Check:
 
 
 def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> list[Check]:
-    """Every check, in the order in which a run would stumble. patches: the plugin's (name, found, reason); it imports
-    vLLM, so it is called only if vLLM is there."""
+    """Every check, in the order in which a run would stumble. patches: the plugin's (name, found, reason), by importing
+    vLLM."""
     vllm, hardware = _vllm(), machine.hardware()
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
     ours = [point.value for point in points if point.name == "selfspec"]

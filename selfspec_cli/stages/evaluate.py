@@ -37,8 +37,8 @@ Answers = dict[tuple[str, str], list[str]]
 
 
 def check(names: Sequence[str]) -> TaskManager:
-    """What the harness knows of the tasks of these names. Raises ConfigError: no name, one that is given twice, or one
-    of no task."""
+    """What the harness knows of these tasks. Raises ConfigError: no name, one that is given twice, or one of no
+    task."""
     if not names:
         raise ConfigError("--tasks names no task; offline there are " + ", ".join(questions.TASKS))
     repeated = sorted({name for name in names if list(names).count(name) > 1})
@@ -57,8 +57,7 @@ def check(names: Sequence[str]) -> TaskManager:
 
 
 def load(names: Sequence[str], seed: int = 0) -> list[Task]:
-    """The tasks of these names, with their questions; those of the standard library need no network. Raises
-    ConfigError: as `check`, or the data set of a task cannot be had."""
+    """These tasks with their questions. Raises ConfigError: as `check`, or the data set of a task cannot be had."""
     known = check(names)
     tasks: list[Task] = []
     for name in names:

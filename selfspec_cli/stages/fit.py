@@ -36,9 +36,7 @@ GPU_CACHE = 2**31  # bytes of KV cache on a GPU: what fitting needs beside it gr
 @dataclass(frozen=True)
 class Request:
     """What to fit. heads: short names (`HeadSpec`), the lens among them only to be compared. pairs: (hidden state,
-    target). ridge: relative; None is chosen. vocabularies: as `RunConfig.vocab`, besides the full one. corpus: see
-    corpora.py.
-    """
+    target). ridge: relative; None is chosen. vocabularies: as `RunConfig.vocab`, besides the full one."""
 
     layers: tuple[int, ...]
     heads: tuple[str, ...] = ("lens", "lsq")
@@ -68,8 +66,7 @@ def run(
     **more: Any,
 ) -> FitResult:
     """Fit `heads` at `layers` on `pairs` pairs, on an engine of its own. more: further fields of `Request`. Raises
-    ConfigError: a layer outside 1..L-1, fewer than one pair, a corpus that cannot be had; SettingsError, FitError: a
-    head that there is not, or data that no fit can use."""
+    ConfigError, SettingsError, FitError: what is asked for is not there, or data that no fit can use."""
     request = Request(tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(heads)), pairs, **more)
     check(cfg, request)
     corpus = corpora.load(request.corpus)
@@ -96,7 +93,6 @@ def save_as_pt(cfg: RunConfig, fitted: FitResult) -> list[Path]:
 
 
 def _warnings(engine: Engine, request: Request) -> list[str]:
-    """Why heads of this fit may draft worse than they could."""
     fits = any(HeadSpec.from_name(name).target is not None for name in request.heads)
     if request.corpus != "stdlib" or not fits or not engine.has_template:
         return []
@@ -249,9 +245,8 @@ def run_weights(
     out: Path | None = None,
     progress: Progress = ignore,
 ) -> list[Fitted]:
-    """Fit copies of the kind of each of `cfgs` on `prompts` answers of the model; one engine and one look at what its
-    layers see. out: the file, where one is made. Raises ConfigError, SettingsError: there can be no such copies, or the
-    prompts cannot be had."""
+    """Fit copies of the kind of each of `cfgs` on `prompts` answers of the model, which are looked at once. out: the
+    file, where one is made. Raises ConfigError, SettingsError: there can be no such copies, or no prompts."""
     check_weights(cfgs, out)
     cfg, start = cfgs[0], time.perf_counter()
     work = cfg.workload

@@ -38,8 +38,8 @@ BLOCK = 512  # tokens of a block of Mooncake's traces
 
 
 def asked(cfg: RunConfig) -> RunConfig:
-    """`cfg` as a load test: the times of a trace if its prompts are one, and a closed loop of FEW clients where nothing
-    says how much to ask."""
+    """`cfg` as a load test: the times of a trace, or a closed loop of FEW clients where nothing says how much to
+    ask."""
     if is_trace(cfg.workload.prompts):
         return replace(cfg, load=replace(cfg.load, trace=cfg.workload.prompts))
     return cfg if cfg.load.kind else replace(cfg, load=replace(cfg.load, clients=FEW))
@@ -117,9 +117,9 @@ class Loader:
         progress: Progress = ignore,
         decided: Callable[[Sequence[Run]], bool] = lambda runs: False,
     ) -> Measurement:
-        """One arm at one load: warm-up, then every run, until the runs say enough (`decided`). A run that an interrupt
-        cuts short is kept as far as it came. Raises ConfigError: the prompts cannot be had; ClientsError: no request
-        ended well; ServerError: the server ended; KeyboardInterrupt: before any request had ended."""
+        """One arm at one load: warm-up, then every run, until the runs say enough (`decided`). A run that is cut short
+        is kept. Raises ConfigError: no prompts; ClientsError: no request ended well; ServerError: the server ended;
+        KeyboardInterrupt: before any request had ended."""
         began = time.perf_counter()
         self._points += 1
         place = self.folder / f"{self._points:03d}"

@@ -100,14 +100,10 @@ def run(
     another: Callable[[float], bool] | None = None,
     progress: Progress = ignore,
 ) -> list[Arm]:
-    """Run every setting over every prompt `repeats` times, after `warmup` times that are thrown away.
-
-    One arm has all prompts at once, `cfg.workload.batch` of them in flight. Several take turns chunk by chunk, a batch
-    each, and the order turns around from chunk to chunk. An interrupt ends it between two chunks, if not sooner.
-
-    settings: what each arm drafts by; AS_FOUND leaves the engine as it is. timed: called once, when warming up is over.
-    another: whether to go on after a repeat that is not the last one, given the seconds that it took.
-    """
+    """Run every setting over every prompt `repeats` times, after `warmup` times that are thrown away. One arm has all
+    prompts at once, `cfg.workload.batch` of them in flight; several take turns chunk by chunk, and the order turns
+    around from chunk to chunk. settings: what each arm drafts by; AS_FOUND leaves the engine as it is. timed: called
+    once, when warming up is over. another: whether to go on after a repeat, given the seconds that it took."""
     arms = [Arm(setting) for setting in settings]
     size = cfg.workload.batch if len(arms) > 1 else len(prompts)
     chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
@@ -229,8 +225,8 @@ def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execut
 
 def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
     """exp of the mean negative log-likelihood over about `cfg.perplexity_tokens` held-out tokens; None where an arm has
-    none of its own, or it is not wanted. Windows are drawn as for prompts; every token but a window's first is
-    predicted from all of its window before it."""
+    none of its own, or it is not wanted. Every token but a window's first is predicted from all of its window before
+    it."""
     tokens = cfg.perplexity_tokens
     if not tokens or cfg.method not in OWN_DISTRIBUTION:
         return None
@@ -243,7 +239,8 @@ def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
 
 
 def as_itself(engine: Engine, cfg: RunConfig, requests: Sequence[Turn], outputs: Sequence[str]) -> int:
-    """Ask everything once more, the last question first; return how many outputs are as before. outputs: as digests."""
+    """Ask everything once more, the last question first: the control for how many of an arm's outputs are the
+    baseline's. Return how many are as before. outputs: as digests."""
     first = [place for place, request in enumerate(requests) if not callable(request)]
     questions = [range(begin, end) for begin, end in pairwise([*first, len(requests)])]
     order = [place for question in reversed(questions) for place in question]
@@ -254,8 +251,7 @@ def as_itself(engine: Engine, cfg: RunConfig, requests: Sequence[Turn], outputs:
 
 
 def peak_memory_mib() -> float | None:
-    """Peak resident memory (MiB) of this process since the last reset, or of all its time where it cannot be reset;
-    None where /proc does not say."""
+    """Peak resident memory (MiB) of this process since the last reset; None where /proc does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

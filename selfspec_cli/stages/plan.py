@@ -56,11 +56,8 @@ class Family:
 
 @dataclass
 class Plan:
-    """What a sweep will do.
-
-    skipped: points that an earlier run finished. reused: by key, the baselines of earlier commands that are taken as
-    they are. seconds: how long it may take, by comparable points of the folder; None where it has none.
-    """
+    """What a sweep will do. skipped: points that an earlier run finished. reused: by key, baselines of earlier
+    commands. seconds: how long it may take, by comparable points of the folder; None where it has none."""
 
     families: list[Family]
     skipped: list[Planned] = field(default_factory=list)
@@ -85,15 +82,10 @@ def plan(
     reuse_baseline: bool = False,
     retry_failed: bool = False,
 ) -> Plan:
-    """Group points by the engine they can share. Points that are left are compared with a baseline that is measured
-    again, unless `reuse_baseline`.
-
-    Args:
-        known: points of the folder. Those that are measured are skipped; comparable ones say how long others may take.
-        again: measure finished points too.
-        reuse_baseline: take the newest measured baseline with the right key, where there is one.
-        retry_failed: only points that an earlier command could not measure, and none has since.
-    """
+    """Group points by the engine they can share. known: points of the folder; those that are measured are skipped,
+    unless `again`, and comparable ones say how long others may take. reuse_baseline: take the newest measured baseline
+    with the right key, where there is one. retry_failed: only points that an earlier command could not measure, and
+    none has since."""
     keys = Keys()
     measured = {point.key: point for point in known if point.ok}
     failed = {point.key for point in known} - measured.keys()
@@ -130,8 +122,8 @@ def plan(
 
 
 def expected_seconds(engines: Sequence[Sequence[Planned]], known: Sequence[Point]) -> float | None:
-    """Seconds that points on these engines may take: for each the median of the comparable points that are known, and
-    for each engine the median of their engines' starts. None where a point has no comparable one."""
+    """Seconds that points on these engines may take, by medians of the comparable points that are known and of their
+    engines' starts. None where a point has no comparable one."""
     times: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for point in known:
         if point.ok and point.seconds is not None and point.start_seconds is not None:

@@ -31,12 +31,9 @@ from selfspec_cli.texts import corpora, library
 
 @dataclass(frozen=True)
 class Request:
-    """What to score.
-
-    documents, document_tokens: most documents of the corpus, and most tokens of each, from its beginning.
-    window, stride: `library.rolling`. prompts: continued, of prompt_tokens each, drawn from the documents; 0 for none.
-    length: tokens generated for each. temperature: of the sampled continuations. held_out: see `corpora.documents`.
-    """
+    """What to score. documents, document_tokens: at most, of the corpus and of each. window, stride: `library.rolling`.
+    prompts: continued, of prompt_tokens each, drawn from the documents; 0 for none. length: tokens generated for each.
+    temperature: of the sampled continuations. held_out: see `corpora.documents`."""
 
     corpus: str = "stdlib"
     documents: int = 1000
@@ -70,8 +67,8 @@ class Request:
 
 def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine, progress: Progress = ignore) -> Found:
     """Score the baseline of each model and engine, then every arm; each finding is on disk as soon as it is complete.
-    Raises ConfigError: a corpus that cannot be had, a results folder that cannot be written or is in use. The plain
-    model is started again to score what arms generated, which is lost if the command ends before that."""
+    The plain model starts again to score what arms generated. Raises ConfigError: no corpus, or no results folder to
+    write."""
     request.check()
     families = arms.families(cfgs)
     held_out = any(_fitted_on(planned.cfg, request.corpus) for family in families for planned in family)
@@ -194,8 +191,8 @@ class _Family:
         }
 
     def _score(self, engine: Engine, outputs: Sequence[list[int]], name: str | None = None) -> Scores:
-        """Continuations under a plain engine. name: of the way to sample, for which the baseline's scores are known;
-        an output that is the baseline's has its score."""
+        """Continuations under a plain engine. name: of the way to sample; an output that is the baseline's has its
+        score."""
         nats: dict[int, float] = {}
         if name is not None:
             theirs, scores = self.plain[name]

@@ -53,8 +53,8 @@ def check_all(cfgs: Iterable[RunConfig]) -> None:
 
 
 def check(cfg: RunConfig, *, served: bool = False) -> None:
-    """Refuse a point that could not run; raises ConfigError, HeadError. Of a model on the Hub only what is in the cache
-    is looked at; the engine checks the rest. served: for a server, to which the workload does not matter."""
+    """Refuse a point that could not run; raises ConfigError, HeadError. Of a model on the Hub only the cache is looked
+    at. served: for a server, to which the workload does not matter."""
     check_model(cfg)
     check_prompts(cfg)
     check_files(cfg)
@@ -131,8 +131,8 @@ def _tokenizer_folder(cfg: RunConfig) -> Path | None:
 
 
 def check_requests(cfg: RunConfig) -> None:
-    """Refuse a workload that this model cannot have: requests longer than its context, questions without a chat
-    template, and text for weights that are random; raises ConfigError."""
+    """Refuse requests longer than the context, chats without a template, text for random weights; raises
+    ConfigError."""
     model, work, limit = cfg.model, cfg.workload, longest_request(cfg)
     if limit is not None and work.input_len + work.output_len > limit:
         raise ConfigError(
@@ -197,8 +197,8 @@ def check_device(cfg: RunConfig) -> None:
 
 
 def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
-    """Settings that are allowed but do nothing (a threshold that the gate can never pass, or never fail), and those
-    that make a measurement say something else than it seems to."""
+    """Settings that are allowed but do nothing, and those that make a measurement say something else than it seems
+    to."""
     cfgs = list(cfgs)
     drafting = [cfg for cfg in cfgs if cfg.method is Method.layer_skip]
     gates = [line for cfg in drafting for line in warnings_for(cfg, vocab_size(cfg) or model_facts(cfg).vocab_size)]
@@ -242,8 +242,7 @@ def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
 
 
 def nothing_drawn(cfgs: Iterable[RunConfig]) -> list[str]:
-    """That drafts are to be drawn for greedy requests, whose draws are the likeliest tokens. A server's requests have
-    temperatures of their own, so this is of no concern to one."""
+    """That drafts are to be drawn for greedy requests; of no concern to a server, whose requests have temperatures."""
     for cfg in cfgs:
         drawn = cfg.method is not Method.baseline and cfg.draft_sample_method != RunConfig.draft_sample_method
         if drawn and cfg.workload.temperature == 0:

@@ -46,13 +46,9 @@ def run(
     tokens: int,
     progress: Progress = ignore,
 ) -> tuple[Profile, Path]:
-    """Warm up, generate once without the profiler and once with it; the profile, and its file. The trace is beside it.
-    The workload is that of `cfg`: its first `batch` prompts at once, and at most `tokens` output tokens of each.
-
-    Raises:
-        ConfigError: the results folder is in use, or cannot be written.
-        RecordError: the profile could not be written.
-    """
+    """Warm up, generate once without the profiler and once with it; the profile, and its file, with the trace beside
+    it. The first `batch` prompts of the workload run at once, with at most `tokens` output tokens each. Raises
+    ConfigError: the results folder is in use, or cannot be written; RecordError: the profile could not be written."""
     folder, work = Path(cfg.results_dir), cfg.workload
     with interrupts.deferred(), results.writing(folder):
         with open_engine(cfg) as engine, TemporaryDirectory(prefix="selfspec-") as scratch:
@@ -155,12 +151,9 @@ def painted(intervals: Sequence[Interval]) -> list[Interval]:
 
 def _launched(events: Sequence[Mapping[str, Any]], host: Sequence[Interval]) -> list[Interval]:
     """Work of a GPU, an interval a launch with the part that the host was in; where streams overlap, `painted` shows
-    the launch that began first.
-
-    The kernels of a CUDA graph share their launch, and inside a graph nothing waits for the host: what seems idle there
-    is passes of a loop that the profiler does not see (on an H200 it sees the last one alone). A kernel whose launch it
-    does not know runs in such a loop, and belongs to the graph before it.
-    """
+    the launch that began first. The kernels of a CUDA graph share their launch. Inside a graph nothing waits for the
+    host: what seems idle there is passes of a loop of which the profiler sees the last alone (H200). A kernel whose
+    launch is not known runs in such a loop, and belongs to the graph before it."""
     begins = [begin for begin, _, _ in host]
     launches = {}
     for event in events:

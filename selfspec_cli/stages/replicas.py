@@ -81,12 +81,9 @@ def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
 def plan(
     made: Deployment, cfg: RunConfig, more: Sequence[str], count: int, router: str | None
 ) -> tuple[list[Program], Program]:
-    """The replicas, and what stands in front of them. Raises ConfigError: more replicas than GPUs, no such router, or
-    an option that replicas cannot have.
-
-    made: one replica, of the config `cfg`. more: options of vLLM's server; --host and --port are the front's. router:
-    vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed.
-    """
+    """The replicas of `made`, and what stands in front of them. Raises ConfigError: more replicas than GPUs, no such
+    router, or an option that replicas cannot have. more: options of vLLM's server; --host and --port are the front's.
+    router: vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed."""
     for name in (word.partition("=")[0] for word in more):
         if name.replace("_", "-") in OF_ONE_SERVER:
             raise ConfigError(
@@ -116,8 +113,7 @@ def _reached(host: str) -> str:
 
 
 def _address(more: Sequence[str]) -> tuple[list[str], str, str, list[str]]:
-    """vLLM's options without --host and --port, these two, and the keys that a server with these options answers to;
-    without any it answers to everybody."""
+    """vLLM's options without --host and --port, these two, and the keys that a server with these options answers to."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", nargs="?", default=HOST)
     parser.add_argument("--port", nargs="?", default=PORT)
@@ -150,8 +146,8 @@ def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
 def _front(
     urls: Sequence[str], router: str | None, host: str, port: str, keys: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command of a router over these addresses, and variables for it. keys: of the servers; the gateway asks by the
-    first of them, and wants one of its clients."""
+    """A router's command and variables. keys: of the servers; the gateway asks by the first, and wants one of its
+    clients."""
     if router is None:
         router = ROUTERS[0] if shutil.which(ROUTERS[0]) else "gateway"
     if router == "gateway":

@@ -64,9 +64,8 @@ def parse(words: Sequence[str]) -> list[Limit]:
 
 
 def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConfig]:
-    """Two searches for each config, of a number of clients and of a rate; their goodput counts by the same limits of
-    TTFT and TPOT. words: the limits; without any, the configs themselves. Raises ConfigError: a limit cannot be read,
-    or a config says how much is asked."""
+    """Two searches for each config, of a number of clients and of a rate; goodput counts by the same limits. words: the
+    limits; without any, the configs themselves. Raises ConfigError: a limit cannot be read, or a config has a load."""
     if not words:
         return list(cfgs)
     limits, found = parse(words), []
@@ -141,9 +140,9 @@ class Search:
     served: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
-        """Search the number of clients or the rate, whichever the config has, from its value on; return what was
-        measured at the greatest load that keeps the limits (at the least that was tried, where none does). A config
-        without limits is measured as it is. Raises as `Loader`."""
+        """Search the number of clients or the rate, whichever the config has, from its value on; what was measured at
+        the greatest load that keeps the limits (at the least tried, where none does). Without limits a config is
+        measured as it is."""
         if cfg.load.slo is None:
             return self.loader(cfg, server, progress)
         limits, whole = parse(cfg.load.slo.split()), cfg.load.clients is not None

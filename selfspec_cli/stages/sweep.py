@@ -110,19 +110,10 @@ def run(
     ends: float | None = None,
     run_id: str | None = None,
 ) -> SweepResult:
-    """Measure every point that is not finished; each is on disk as soon as it is measured.
-
-    A point that fails is written down with the reason, and the sweep goes on. After an interrupt the same command
-    measures the rest.
-
-    Args:
-        again, reuse_baseline, retry_failed: as `plan` takes them.
-        ends: no point is begun after this (seconds since 1970), and the result says how many are left.
-
-    Raises:
-        ConfigError: the results folder is in use, or cannot be written.
-        RecordError: a point could not be written.
-    """
+    """Measure every point that is not finished; each is on disk as soon as it is measured. A point that fails is
+    written down with the reason, and the sweep goes on. again, reuse_baseline, retry_failed: as `plan` takes them.
+    ends: no point is begun after this (seconds since 1970), and the result says how many are left. Raises ConfigError:
+    the results folder is in use, or cannot be written; RecordError: a point could not be written."""
     folder = Path(results_dir(cfgs))
     with interrupts.deferred(), results.writing(folder):
         warnings = submitit.collect(folder)
@@ -154,8 +145,8 @@ def run_unit(
     keep: Callable[[Point], Any],
     ends: float | None,
 ) -> None:
-    """Measure configs and their baselines, and give each point to `keep` in place of a results folder. keys: by the key
-    that this machine gives a point, the one that it is recorded under. ends: as `run` takes it."""
+    """Measure configs and their baselines; `keep` takes each point. keys: by the key that this machine gives a point,
+    the one that it is recorded under. ends: as `run` takes it."""
 
     def renamed(one: Planned) -> Planned:
         return replace(one, key=keys.get(one.key, one.key), baseline=keys.get(one.baseline, one.baseline))

@@ -38,20 +38,17 @@ def run(
     ends: float | None = None,
 ) -> int:
     """Measure a plan on the workers of `cfg.launcher`; how many of its points were not begun. Raises ConfigError: the
-    launcher cannot be used here, or the plan reuses baselines, which ran on one GPU.
-
-    run_id: of the command; a unit's is this and its name, so that points of two units never have one name. folder: of
-    results; logs of workers too. save: writes a point. fail: writes down that one could not be measured. ends: see
-    `Unit`.
-    """
+    launcher cannot be used here, or the plan reuses baselines, which ran on one GPU. run_id: a unit's is this and its
+    name, so that points of two units never have one name. folder: of results, and logs. save: writes a point. fail:
+    writes down that one could not be measured. ends: see `Unit`."""
     launcher = _launcher(plan, cfg)
     units = cut(plan.families, launcher.workers(cfg), ends)
     finished: set[str] = set()
     deaths: Counter[str] = Counter()
 
     def died(unit: Unit, victim: Planned, ended: Ended) -> None:
-        """Count a dead worker against the point that it had in hand; after TRIES the point has failed, and with a
-        baseline all that would be compared with it."""
+        """Count a dead worker against the point in hand; after TRIES it has failed, and with a baseline all that need
+        it."""
         deaths[victim.key] += 1
         if deaths[victim.key] < TRIES:
             return

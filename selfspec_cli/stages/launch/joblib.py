@@ -28,9 +28,8 @@ def workers(cfg: RunConfig) -> int:
 
 
 def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Unit], str]) -> Generator[Sent]:
-    """Measure units side by side -> (unit, a point as JSON or how its worker ended), as they come. A worker is a
-    process of its own, so a crash ends nothing but that worker; the pool that joblib keeps is of threads, each of which
-    waits for one. Closing the iterator kills the workers."""
+    """Measure units side by side -> (unit, a point as JSON or how its worker ended), as they come. A crash ends nothing
+    but one worker, which is a process; joblib's threads wait for them. Closing the iterator kills the workers."""
     from joblib import Parallel, delayed
 
     sent: queue.Queue[Sent] = queue.Queue()

@@ -42,8 +42,7 @@ def connected(cfg: RunConfig) -> Any:
 
 
 def workers(cfg: RunConfig) -> int:
-    """How many units the cluster can measure at once. Raises ConfigError: no node of the cluster has what one worker
-    takes; Ray would wait for such a node for ever."""
+    """Units at once on the cluster. Raises ConfigError: no node has what a worker takes; Ray would wait for ever."""
     if running() is None:
         return joblib.workers(cfg)
     on_cpu = device_of(cfg) == "cpu"

@@ -35,8 +35,8 @@ def workers(cfg: RunConfig) -> int:
 
 
 def job(document: dict[str, Any], spool: str, environment: dict[str, str], log: str) -> str:
-    """What runs in a job: supervise a worker, and move its points to the shared spool -> how it ended, in words, empty
-    where all went well."""
+    """Supervise a worker, and move its points to the shared spool -> how it ended, in words, empty where all went
+    well."""
     ended = Ended(1, "the supervisor stopped")
     for number, item in enumerate(points_of(document, environment, log)):
         if isinstance(item, Ended):

@@ -74,8 +74,7 @@ def of_gpus(numbers: Sequence[str]) -> dict[str, str]:
 
 
 def near_cores(gpu: str) -> list[int]:
-    """Those of this process' cores that are on the side of the memory (the NUMA node) to which a GPU is attached; empty
-    where nothing says or this process has none of them."""
+    """This process' cores on the NUMA node of a GPU; empty where nothing says, or it has none of them."""
     try:
         ((bus,),) = machine.asked_of_gpus("pci.bus_id", f"--id={gpu}")
         words = Path(f"/sys/bus/pci/devices/{bus[-12:].lower()}/local_cpulist").read_text(encoding="utf-8").strip()
@@ -126,8 +125,8 @@ def description(unit: Unit, run_id: str) -> dict[str, Any]:
 
 def keys_of(document: Mapping[str, Any], cfgs: Sequence[RunConfig]) -> dict[str, str]:
     """By the key that a worker's own machine gives a point: the plan's key, where both mean the same point. They differ
-    by the device alone where a worker has fewer cores of the driver's processor, and where the driver has no GPU, as on
-    a cluster's login node. Under its own key the point would be measured again by the next command."""
+    by the device alone where a worker has fewer cores, or the driver has no GPU (a login node). Under its own key the
+    point would be measured again by the next command."""
     keys, found = Keys(), {}
     same_versions = document["versions"] == _deciding(machine.versions())
     for cfg, planned in zip(cfgs, document["points"], strict=True):
@@ -143,9 +142,8 @@ def _deciding(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def cut(families: Sequence[Family], workers: int, ends: float | None = None) -> list[Unit]:
-    """Units for `workers` workers, the largest first, so that the last ones to end are small. A family gets as many
-    units as it has a share of all engines, and at least one. Its groups of points are dealt out, each to the unit that
-    has the fewest points so far."""
+    """Units for `workers` workers, the largest first. A family gets its share of units, and at least one; its groups of
+    points are dealt out, each to the unit that has the fewest points so far."""
     engines = sum(max(len(family.groups), 1) for family in families)
     made: list[tuple[Planned, ...]] = []
     for family in families:
@@ -190,12 +188,10 @@ def points_of(
     log: str | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str | Ended]:
-    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last. It has a process
-    group of its own, which is killed when the iterator is closed or an exception ends it.
-
-    document: `description` of a unit. environment: variables on top of this process's own. log: file to which the
-    worker's output is appended; a temporary one if None. stopped: once it says yes, the worker is killed.
-    """
+    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last. Its process group
+    is killed when the iterator is closed. document: `description` of a unit. environment: variables on top of this
+    process's own. log: where the worker's output is appended; a temporary file if None. stopped: once it says yes, the
+    worker is killed."""
     with tempfile.TemporaryDirectory(prefix="selfspec-unit-") as place:
         spool = Path(place)
         file, output = spool / "unit.json", Path(log) if log else spool / "log"

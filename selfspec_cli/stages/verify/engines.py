@@ -147,15 +147,14 @@ def _drafted(engine: Engine) -> int:
 
 
 def _restore(engine: Engine, cfg: RunConfig) -> None:
-    """Draft as the config says."""
     if cfg.method is Method.layer_skip:
         engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg))
         engine.set_draft_length(int(cfg.k or 0))
 
 
 def _gates(engine: Engine, requests: list[Request]) -> tuple[Gate, ...]:
-    """Every gate that this device has, at a threshold that ends about half of this arm's drafts: the median of its
-    statistic over drafts that were logged."""
+    """Every gate of this device, at a threshold that ends about half of this arm's drafts: its median over logged
+    drafts."""
     with engine.recording() as read:
         asking.answers(engine, requests, batch=4)
         log = read()
@@ -187,8 +186,8 @@ def draw(engine: Engine, arm: Arm, wanted: Wanted, name: str, stream: int) -> Dr
 
 
 def _probe_cache(engine: Engine, arm: Arm) -> None:
-    """Go on, without drafts, from the keys and values that drafting has left in the prefix cache. What a draft has
-    spoilt shows here even where the output so far is right."""
+    """Go on, without drafts, from the keys and values that drafting has left in the cache: what a draft has spoilt
+    shows."""
     before = arm.mixed
     greedy.perform(engine, before, drafting=True)
     written_by_drafting = [
@@ -273,9 +272,8 @@ def judge(
 def judge_together(
     engine: Engine, cfg: RunConfig, wanted: Wanted, judged: Sequence[tuple[Arm, dict[str, Any], list[Unsure]]]
 ) -> None:
-    """Ask a plain engine that takes k + 1 tokens a step; what it says goes into the documents. In batch-invariant mode
-    it must say what the other plain engine said, and where it does not, vLLM's kernels are not batch-invariant for this
-    model, and a difference is no fault of drafting."""
+    """Ask a plain engine that takes k + 1 tokens a step. Where it says something else than the other plain engine in
+    batch-invariant mode, vLLM's kernels are not batch-invariant here, and a difference is no fault of drafting."""
     tolerance, k = tolerance_of(cfg, wanted), int(cfg.k or 0)
     for arm, document, unsure in judged:
         doubtful = [difference for case in unsure for difference in case.level[:4]][:16]
@@ -294,7 +292,6 @@ def judge_together(
 
 
 def _case_row(case: Case, ours: Observed, plain: Observed, found: Sequence[Difference]) -> dict[str, Any]:
-    """What happened in a case."""
     drafts = {} if ours.counts is None else {"drafted": ours.counts.places, "accepted": ours.counts.accepted}
     return drafts | {
         "name": case.name,
@@ -340,8 +337,7 @@ def _prove(
 
 
 def _repeat_plain(engine: Engine, mixed: Case, first: Observed, tolerance: float) -> dict[str, int]:
-    """How many outputs of the case `mixed` the plain engine does not repeat with other neighbours: half the batch,
-    and the requests in reverse order."""
+    """How many outputs of `mixed` the plain engine does not repeat in reverse order and with half the batch."""
     turned = replace(mixed, requests=mixed.requests[::-1], batch=max(1, mixed.batch // 2))
     again = greedy.perform(engine, turned, drafting=False)
     differences = greedy.differences(mixed.requests, again.answers[::-1], first.answers)

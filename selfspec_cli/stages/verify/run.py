@@ -71,8 +71,8 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
 
 
 def engine_config(cfg: RunConfig, wanted: Wanted) -> RunConfig:
-    """`cfg` with an engine on which the cases can happen: prefix caching, a token budget by which prompts are cut, and
-    a context that is soon full unless the user has named one."""
+    """`cfg` with an engine on which the cases can happen: prefix caching, prompts that are cut, a context that is soon
+    full."""
     engine, model = cfg.engine, cfg.model
     most = THOROUGH_CONTEXT if wanted.thorough else CONTEXT
     budget = max(BUDGET, engine.max_num_seqs * (int(cfg.k or 0) + 1))
@@ -113,8 +113,7 @@ def plan(cfg: RunConfig, wanted: Wanted) -> dict[str, Any]:
 
 
 def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Progress = ignore) -> dict[str, Any]:
-    """Verify one arm; the document, also written to results_dir (see `save`). Raises ConfigError: what `check`
-    refuses."""
+    """Verify one arm; the document, also written to results_dir (`save`). Raises ConfigError: what `check` refuses."""
     check(cfg, wanted)
     start = time.perf_counter()
     settings = engine_config(cfg, wanted)
@@ -164,8 +163,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
 
 
 def _jobs(cfg: RunConfig, wanted: Wanted) -> list[tuple[int, Wanted]]:
-    """Each run's seed, and what it is to do. With every fault to be planted there are clean runs too, and those with a
-    fault have only the cases that tell faults apart."""
+    """Each run's seed, and what it is to do. With every fault to be planted there are clean runs, too."""
     seeds = [cfg.seed + number for number in range(wanted.repeat)]
     if wanted.plant != EVERY:
         return [(seed, wanted) for seed in seeds]
@@ -180,8 +178,8 @@ def telling(wanted: Wanted, kind: str) -> Wanted:
 
 
 def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) -> dict[str, Any]:
-    """One document of all runs, each with what was planted in it. Where every fault was planted, its verdict is that of
-    the clean runs, and a pass needs that each fault was named."""
+    """One document of all runs. Where every fault was planted, the verdict is of the clean runs, and each fault must be
+    named."""
     if wanted.plant != EVERY:
         return finished([one for _, one in found], wanted.batch_invariant)
     document = finished([one for kind, one in found if kind is None], wanted.batch_invariant)
@@ -199,8 +197,7 @@ def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) ->
 
 
 def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, Any]:
-    """The document of the worst of several runs, with the verdicts of all. A difference may have been judged again
-    since its case was: what is a near-tie when tokens come together is one."""
+    """The document of the worst of several runs, with all verdicts; differences may have been judged again since."""
     for document in found:
         for row in document["cases"]:
             kinds = [one.kind for one in row["differences"]]
@@ -217,8 +214,8 @@ def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, An
 
 
 def save(document: dict[str, Any], results: Path) -> dict[str, Any]:
-    """Write a document to `results`/verify, where reports look for the verdict of an arm; one of a planted fault says
-    so in its name. Returns the document with its `file`."""
+    """Write a document to `results`/verify, where reports look for an arm's verdict; a planted fault is in the file's
+    name."""
     run_id = new_run_id()
     name = document["arm_key"] if document["planted"] in (None, EVERY) else f"planted-{document['planted']}"
     file = results / quality.VERDICTS / f"{name}-{run_id}.json"

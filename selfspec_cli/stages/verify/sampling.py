@@ -40,11 +40,9 @@ class Sample:
 
 
 def compare(ours: Sample, theirs: Sample, seed: int = 0) -> dict[str, float]:
-    """Permutation test of two samples of equal size.
-
-    p: of the hypothesis that both are from one distribution; p_table, p_scores: of its parts. distance: total variation
-    between the tokens of both at a place, mean over places. shift: difference of the mean log-probability of a token.
-    """
+    """Permutation test of two samples of equal size. p: of the hypothesis that both are from one distribution; p_table,
+    p_scores: of its parts. distance: total variation between the tokens of both at a place, mean over places. shift:
+    difference of the mean log-probability of a token."""
     cells, scores = _cells(ours, theirs), np.concatenate([ours.scores, theirs.scores])
     n = len(ours.tokens)
     labels = np.concatenate([np.ones(n), -np.ones(n)])[None]
@@ -116,12 +114,10 @@ def _p_values(
 
 
 def detectable(first: Sample, second: Sample) -> float | None:
-    """The power of `compare` with samples of this size: the least share of texts that a fault would have to replace by
-    the likeliest one, to be found (p below ALPHA) in nine of ten runs. None: not even all of them.
-
-    first, second: two samples of a right engine; runs are simulated by drawing from them. The critical values are those
-    of gamma and normal distributions with the mean and variance that permutations give.
-    """
+    """The power of `compare`: the least share of texts that a fault would have to replace by the likeliest one, to be
+    found (p below ALPHA) in nine of ten runs; None: not even all of them. first, second: two samples of a right engine,
+    from which runs are drawn. Critical values are of gamma and normal distributions with the mean and variance of
+    permutations."""
     draw = np.random.default_rng(0)
     n, cells, scores = len(first.tokens), _cells(first, second), np.concatenate([first.scores, second.scores])
     permuted = _table_statistic(_permuted(n, 200, draw), cells)
@@ -252,11 +248,9 @@ def exact(engine: Engine, prompt: list[int], name: str) -> tuple[np.ndarray, np.
 def judge(
     name: str, ours: Drawn, plain: Sequence[Drawn], known: tuple[np.ndarray, np.ndarray] | None
 ) -> dict[str, Any]:
-    """One row of the document. plain: two samples of the plain engine. known: what `exact` found.
-
-    verdict: "same", "differs", "refused" (vLLM takes no such request with drafts), "not shown" (the plain engine's own
-    samples differ), ENDED (the arm's engine did).
-    """
+    """One row of the document. plain: two samples of the plain engine. known: what `exact` found. verdict: "same",
+    "differs", "refused" (vLLM takes no such request with drafts), "not shown" (the plain engine's own samples differ),
+    ENDED."""
     row: dict[str, Any] = {"name": name}
     if ours.ended is not None:
         return row | {"verdict": ENDED, "note": ours.ended}

@@ -66,7 +66,19 @@ def as_loads(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
 
 def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Backend:
     """Servers in place of engines, for the baseline and for each arm, one after the other. more: options of vLLM's."""
-    return Backend(lambda shown, run_id: _servers(runs, more, shown, run_id), _warnings, _searched, _page)
+    folder = Path(results_dir(runs))
+
+    def opened(shown: Progress, run_id: str) -> tuple[Any, Any]:
+        @contextmanager
+        def open_server(cfg: RunConfig) -> Iterator[server.Server]:
+            shown.starting(f"{cfg.model.name}, {label(tables.planned(cfg))}, as a server")
+            log = folder / LOGS / f"{run_id}-server-{len(list((folder / LOGS).glob(f'{run_id}-server-*'))) + 1}.log"
+            with begun(shown, server.open_server(cfg, more, log, folder / "deploy")) as found:
+                yield found
+
+        return open_server, slo.Search(stage.Loader(folder / stage.FOLDER / run_id))
+
+    return Backend(opened, _warnings, _searched, _page)
 
 
 def _searched(points: Sequence[Any]) -> list[str]:
@@ -83,21 +95,6 @@ def _check_prompts(cfg: RunConfig) -> None:
         asked_requests(cfg.load)
     elif prompt_files.is_prompt_file(cfg.workload.prompts):
         prompt_files.read(cfg.workload.prompts, cfg.load.column)
-
-
-def _servers(runs: Sequence[RunConfig], more: Sequence[str], shown: Progress, run_id: str) -> tuple[Any, Any]:
-    folder = Path(results_dir(runs))
-
-    @contextmanager
-    def open_server(cfg: RunConfig) -> Iterator[server.Server]:
-        name = f"{cfg.model.name}, {label(tables.planned(cfg))}"
-        shown.starting(f"{name}, as a server")
-        log = folder / LOGS / f"{run_id}-server-{len(list((folder / LOGS).glob(f'{run_id}-server-*'))) + 1}.log"
-        with begun(shown, server.open_server(cfg, more, log, folder / "deploy")) as found:
-            yield found
-
-    opened: Any = open_server
-    return opened, slo.Search(stage.Loader(folder / stage.FOLDER / run_id))
 
 
 def _warnings(points: Sequence[Any]) -> list[str]:

@@ -57,7 +57,8 @@ def serve(out: Output, overrides: Overrides = None, config: Config = None) -> No
     sys.stdout.flush()
     with suppress(OSError):  # a stdout that a test captures is no file
         os.dup2(sys.stdout.fileno(), 1)
-    made.replace_process(list(more))
+    command = [*made.command(), *more]
+    os.execvpe(command[0], command, {**os.environ, **made.environment})  # vLLM keeps this id, and gets its signals
 
 
 def _says_how_to_draft(word: str) -> bool:

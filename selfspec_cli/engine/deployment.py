@@ -151,8 +151,6 @@ class ModelTokens(Tokens):
 
 
 FOLDER = "deploy"
-COMMAND_MODULE = "vllm.entrypoints.cli.main"  # what the `vllm` command runs
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 _OF_A_MEASUREMENT = (
     "model",
     "speculative_config",
@@ -192,17 +190,12 @@ class Deployment:
         python = _program("python")
         start = [python if shutil.which(python) else sys.executable, "-m"]
         if name == "vllm":
-            return [*start, COMMAND_MODULE, "serve", self.model, *self.arguments()]
-        return [*start, SERVER_MODULE, "--model", self.model, *self.arguments()]
+            return [*start, "vllm.entrypoints.cli.main", "serve", self.model, *self.arguments()]
+        return [*start, "vllm.entrypoints.openai.api_server", "--model", self.model, *self.arguments()]
 
     def line(self) -> str:
         """`command` for a shell, with the environment before it."""
         return shell_line(self.command(), self.environment)
-
-    def replace_process(self, more: list[str]) -> None:
-        """Become the server: the process keeps its id, so signals reach vLLM itself. more: options of vLLM's."""
-        command = [*self.command(), *more]
-        os.execvpe(command[0], command, {**os.environ, **self.environment})
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -261,8 +254,6 @@ def _option(name: str, value: Any) -> list[str]:
 def preloaded() -> list[Path]:
     """Libraries that vLLM on the CPU wants loaded first, of those that are here: Intel's OpenMP, and tcmalloc."""
     openmp = Path(sysconfig.get_path("data")) / "lib" / "libiomp5.so"
-    allocators = sorted(file for folder in _LIBRARIES for file in Path(folder).glob("libtcmalloc_minimal.so*"))
+    folders = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
+    allocators = sorted(file for folder in folders for file in Path(folder).glob("libtcmalloc_minimal.so*"))
     return [*([openmp] if openmp.is_file() else []), *allocators[:1]]
-
-
-_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")

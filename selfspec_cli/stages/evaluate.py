@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -121,49 +120,38 @@ def run(
 ) -> Found:
     """Evaluate the baseline of each model and engine, then every arm; scores are on disk as soon as an arm is done.
     Raises ConfigError: a results folder that cannot be written or is in use."""
-    with interrupts.deferred(), results.writing(results_dir(cfgs)):
-        found = Found()
-        for family in arms.families(cfgs):
-            job = _Job(tasks, limit, fewshot, family[0], progress, found, results.new_run_id())
-            found.failed += arms.each(family, open_engine, job.arm, progress)
-    return found
+    found, run_id = Found(), ""
+    protocol = {"lm_eval": version("lm_eval"), "limit": limit, "num_fewshot": fewshot}
+    base: Planned | None = None
+    known: Answers = {}  # what the baseline answered
 
-
-@dataclass
-class _Job:
-    """One run of the command on the arms of one baseline. known: what the baseline answered, once it has."""
-
-    tasks: Sequence[Task]
-    limit: int
-    fewshot: int
-    base: Planned
-    progress: Progress
-    found: Found
-    run_id: str
-    known: Answers = field(default_factory=dict)
-
-    def arm(self, engine: Engine, planned: Planned) -> None:
-        """Evaluate an arm and save its scores."""
+    def arm(engine: Engine, planned: Planned) -> None:
         before = engine.verify_counts()
-        scores, answers = _evaluate(engine, planned.cfg, self.tasks, self.limit, self.fewshot, self.progress)
+        scores, answers = _evaluate(engine, planned.cfg, tasks, limit, fewshot, progress)
         counts = engine.verify_counts()
         accepted = counts.since(before).accepted if counts is not None and before is not None else None
-        if planned is self.base:
-            self.known = answers
+        if planned is base:
+            known.update(answers)
         else:
             for score in scores:
                 name = score["task"], score["metric"]
-                ours, theirs = answers[name], self.known.get(name, [])
+                ours, theirs = answers[name], known.get(name, [])
                 if len(theirs) == len(ours):
                     score["same"] = sum(one == other for one, other in zip(ours, theirs, strict=True))
         if accepted == 0 and any(score["drafted"] for score in scores):
-            self.found.warnings.append(
+            found.warnings.append(
                 f"{arms.label(planned)}: no draft was accepted while answers were generated; "
                 "that they are the baseline's says nothing about drafting"
             )
-        protocol = {"lm_eval": version("lm_eval"), "limit": self.limit, "num_fewshot": self.fewshot}
         document = {"scores": scores, "accepted": accepted}
-        arms.keep(self.found, planned, self.base, quality.EVAL, self.run_id, protocol, document)
+        arms.keep(found, planned, base or planned, quality.EVAL, run_id, protocol, document)
+
+    with interrupts.deferred(), results.writing(results_dir(cfgs)):
+        for family in arms.families(cfgs):
+            base, run_id = family[0], results.new_run_id()
+            known.clear()
+            found.failed += arms.each(family, open_engine, arm, progress)
+    return found
 
 
 def _evaluate(

@@ -1,7 +1,5 @@
 """Which extra of this package brings a module, and how it is installed; without extras there is what serving needs."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Configs for a command: what a user's words span, checked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

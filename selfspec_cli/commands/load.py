@@ -1,7 +1,5 @@
 """`selfspec load`: put servers under load."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`selfspec ppl` and `selfspec eval`: the quality of what arms generate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial

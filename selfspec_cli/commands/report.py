@@ -1,7 +1,5 @@
 """`selfspec report`: show what was measured, on the terminal, as a page, as text, or two sets side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a user sees: one JSON line or a table, a plan, or an error that fits on a screen."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

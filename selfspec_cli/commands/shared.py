@@ -22,8 +22,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit import sprint_aliases
 from selfspec_cli.early_exit.errors import closest, nearest
 
-PASS_ON = ("serve", "load")
-"""Commands that hand what stands behind -- to vLLM's server."""
+PASS_ON = ("serve", "load")  # commands that hand what stands behind -- to vLLM's server
 
 
 MEANT = {

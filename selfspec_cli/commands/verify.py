@@ -1,7 +1,5 @@
 """`selfspec verify`: is an arm lossless here."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any

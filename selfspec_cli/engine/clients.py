@@ -3,8 +3,6 @@
 A run is described by a `Job`, in plain values; `run` gives what came back, also of a run that an interrupt cut short.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

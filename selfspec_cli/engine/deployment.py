@@ -4,8 +4,6 @@ A server gets what decides speed and output (model, types, limits, drafting). It
 needs: a prefix cache that is off, the seed of the prompts, counters in the log.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

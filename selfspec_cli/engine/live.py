@@ -4,8 +4,6 @@ Timings come from a closed loop of `batch` requests in flight, through vLLM's ow
 figures from vLLM's own counters.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -32,8 +30,7 @@ from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
 
 MIB = 2**20
-OpenEngine = Callable[..., AbstractContextManager["Engine"]]
-"""Starts an engine for a config, as `open_engine` does."""
+OpenEngine = Callable[..., AbstractContextManager["Engine"]]  # starts an engine for a config, as `open_engine` does
 
 
 @dataclass

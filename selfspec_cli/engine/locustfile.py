@@ -7,8 +7,6 @@ monotonic clock; locust's own statistics are in milliseconds), how many tokens t
 text. Each request has a connection of its own, because a server may close an idle one just when it is used again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json

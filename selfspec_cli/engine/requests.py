@@ -4,8 +4,6 @@ Scores are prompt log-probabilities. An engine computes them in its own full pas
 there: for a verified arm they are the target's, for `skip` those of the truncated model with its head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,8 +163,7 @@ def _answer(output: Any) -> Answer:
     return Answer(tokens, (sample.finish_reason, sample.stop_reason), scores)
 
 
-CHUNK = 32
-"""Requests handed over at once; progress and interrupts come between two of them."""
+CHUNK = 32  # requests handed over at once; progress and interrupts come between two of them
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@
 patterns by entry points of the group "selfspec.load_patterns". Loads that agree in `COLUMNS` can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,5 @@
 """A closed loop: each client asks again when its request has ended."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An open loop: requests or bursts of them arrive as a Poisson process, whether or not others have ended."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +9,7 @@ from typing import Any
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.load_patterns.base import LoadPattern
 
-BURSTY = "bursty"
-"""What rows call arrivals of several requests at a time."""
+BURSTY = "bursty"  # what rows call arrivals of several requests at a time
 
 
 @dataclass

@@ -5,8 +5,6 @@ Mooncake (kvcache-ai/Mooncake, FAST25-release/traces): `timestamp` in ms, `input
 `Timestamp` in s, `Request tokens`, `Response tokens`, and others that are not used.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator

@@ -146,16 +146,12 @@ def _words(value: Any, place: str) -> tuple[str, ...]:
 
 
 GREEN, RED, UNSURE, ABSENT = "green", "red", "not measurable", "not applicable"
-OUTCOMES = (RED, UNSURE, GREEN)
-"""The worst first; what is not applicable decides nothing."""
-HISTORY = "checks.jsonl"
-"""Verdicts of a results folder, run after run: lines of JSON, which are only ever added to."""
-FOUND = "invariants"
-"""Where `Point.engine` keeps what `Watch.stop` answered."""
+OUTCOMES = (RED, UNSURE, GREEN)  # the worst first; what is not applicable decides nothing
+HISTORY = "checks.jsonl"  # verdicts of a results folder, run after run: lines of JSON, which are only ever added to
+FOUND = "invariants"  # where `Point.engine` keeps what `Watch.stop` answered
 
 
-Value = tuple[float, tuple[float, float] | None]
-"""A value and its interval."""
+Value = tuple[float, tuple[float, float] | None]  # A value and its interval
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Could a run work here? Versions, device, every vLLM name that the plugin replaces, compiler, model, settings."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform

@@ -31,8 +31,7 @@ from selfspec_cli.texts import questions
 
 GENERATES = "generate_until"
 BOOTSTRAP = 1000  # resamples, for the standard error of metrics that have no formula for it
-Answers = dict[tuple[str, str], list[str]]
-"""By task and metric what each sample was answered, as digests."""
+Answers = dict[tuple[str, str], list[str]]  # by task and metric what each sample was answered, as digests
 
 
 def check(names: Sequence[str]) -> TaskManager:

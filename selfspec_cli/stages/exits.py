@@ -4,8 +4,6 @@ An exit is a layer with its head, its draft vocabulary and whatever else decides
 length: a log of long ungated drafts tells what every gate and every shorter draft would do.
 """
 
-from __future__ import annotations
-
 import hashlib
 import statistics
 from collections.abc import Iterable, Iterator, Sequence

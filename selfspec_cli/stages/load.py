@@ -3,8 +3,6 @@
 Prompts, their order and the moments at which requests arrive are the same for all arms.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -5,8 +5,6 @@ Several settings alternate after every prompt chunk, a second or less each, so t
 of them, and their ratios stay true. Every repeat generates the same tokens from the same prompts.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -37,8 +35,7 @@ from selfspec_cli.texts.prompts import Turn, workload_turns
 
 PLAIN = Setting("none", None, 0)  # no drafts at all
 AS_FOUND = Setting("as found", None, 0)  # leaves the engine as it was set up
-Repeat = list[Generation]
-"""What one arm generated in one repeat: a generation for each prompt chunk."""
+Repeat = list[Generation]  # what one arm generated in one repeat: a generation for each prompt chunk
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Arm:
         """Token ids of the last repeat, one list a prompt."""
         return [output for part in self.repeats[-1] for output in part.outputs]
 
-    def to_dict(self, reference: Arm) -> dict[str, Any]:
+    def to_dict(self, reference: "Arm") -> dict[str, Any]:
         """As JSON, with the speed over `reference`, which took turns with this arm."""
         parts = [part for repeat in self.repeats for part in repeat]
         verified = VerifyCounts.total(part.verified for part in parts)

@@ -20,8 +20,7 @@ from selfspec_cli.record.point import Point
 COMPARABLE = ("model", "workload", "batch", "input_len", "output_len", "repeats")
 """Points that agree in these, in what a load test asks and in the device take about as long."""
 
-NOT_SHOWN = ("workload", "seed", "repeats")
-"""Columns that neither a row's label nor its table's title shows."""
+NOT_SHOWN = ("workload", "seed", "repeats")  # columns that neither a row's label nor its table's title shows
 
 
 @dataclass(frozen=True)

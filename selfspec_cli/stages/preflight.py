@@ -1,8 +1,6 @@
 """What is refused before an engine starts: a model that is not there or lacks a file, an exit it has not, a head not
 fitted, requests that do not fit, a results folder that cannot be written."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ runs, the moment belongs to the scheduler or to detokenisation if the host is at
 other part, and is `idle` otherwise. On the CPU it is the innermost range that the host is in.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from bisect import bisect_right
@@ -35,8 +33,7 @@ PART_OF = {"logits": "verify", "sample": "sampler", "schedule": "scheduler"}
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
-Interval = tuple[float, float, str]
-"""Begin and end in microseconds, and a part."""
+Interval = tuple[float, float, str]  # begin and end in microseconds, and a part
 
 
 def run(

@@ -27,8 +27,7 @@ from selfspec_cli.engine.server import ServerError, free_port, tail, wait_for
 from selfspec_cli.stages.launch import work
 
 ROUTERS = ("vllm-router", "gateway")
-RESTARTS = 3
-"""Deaths of one replica after which it is left alone."""
+RESTARTS = 3  # deaths of one replica after which it is left alone
 STOP_SECONDS, LOOK_SECONDS = 60.0, 1.0
 HOST, PORT = "0.0.0.0", "8000"  # vLLM's own
 KEY = "VLLM_API_KEY"  # variable in which vLLM, and the gateway in front of it, find a server's key

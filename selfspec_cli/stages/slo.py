@@ -5,8 +5,6 @@ taken as independent) lies on one side of the share asked for, or for `load.repe
 decides, and the verdict is marked as not sure. A request that failed is within no limit.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

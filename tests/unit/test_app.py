@@ -69,6 +69,20 @@ class Fitted:
     seconds: float = 1.0
 
 
+@pytest.fixture
+def fits(monkeypatch):
+    """What reaches the stage that fits heads."""
+    asked = {}
+
+    def run(cfg, **more):
+        asked.update(more, path=cfg.model.path)
+        head = {"layer": 2, "kind": "lsq", "head": more["heads"][1], "vocab": more["vocabularies"][-1]}
+        return Fitted([head | {"agreement": 0.5, "path": "heads/a"}], ["a chat model"])
+
+    stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
+    return asked
+
+
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
 def test_every_command_has_help_with_an_example(command):
     name = command.name or command.callback.__name__
@@ -141,12 +155,43 @@ def test_every_command_has_help_with_an_example(command):
         (("eval", "--limit", "0"), "--limit"),
         (("bench", "--config", "empty.yaml"), "empty.yaml holds no config; allowed: a config that was dumped as YAML"),
         (("bench", "--config", "no_point.json"), "or the file of a point, results/runs/ID.json"),
+        (("serve", "layer=8"), "1..7"),
+        (("serve", "k=3,4"), "one point only here"),
+        (("serve", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
+        (("verify", "--plant", "kv_slott"), "did you mean 'kv_slot'"),
+        (("verify", "--cases", "mixt"), "did you mean 'mixed'"),
+        (("verify", "method=skip"), "does not verify its drafts"),
+        (
+            ("verify", "method=vllm", "speculative=ngram", "--plant", "kv_slot"),
+            "method=layer_skip; allowed here: accept_one_more, biased_sampler, all",
+        ),
+        (("verify", "layer=99"), "1..7"),
+        (("verify", "--repeat", "0"), "--repeat"),
+        (("load", "load.rate=2", "load.clients=4"), "load.rate=2 and load.clients=4: give one of them"),
+        (("load", "load.rate=2", "load.share=0.5"), "load.rate=2 and load.share=0.5: give one of them"),
+        (("load", "load.clients=4", "load.burst=8"), "bursts arrive at a rate; give load.rate or load.share"),
+        (("load", "load.clients=8", "load.requests=4"), "fewer requests than clients; use load.requests=8 or more"),
+        (("load", "load.rate=0"), "load.rate=0.0: out of range; allowed: more than 0"),
+        (("load", "load.client=4"), "did you mean 'load.clients'?"),
+        (("load", "load.column=question"), "only the rows of a .json, .jsonl, .parquet file have columns"),
+        (("load", "workload.prompts=nowhere.jsonl"), "workload.prompts=nowhere.jsonl: must be"),
+        (("load", "load.tpot_limit=-1"), "load.tpot_limit=-1.0: out of range"),
+        (("load", "--slo", "ttft_p98=200"), "did you mean 'ttft_p9"),
+        (("load", "--slo", "ttft_p99=soon"), "the limit is a number of milliseconds above 0, such as ttft_p99=200"),
+        (("load", "--slo", "ttft_p99=200", "load.rate=2"), "--slo with load.rate: it finds the load itself"),
+        (("runs", "results_dir=X"), "selfspec runs list results_dir=X"),
+        (("runs", "speedup>1.5", "--json"), "selfspec runs list 'speedup>1.5' --json"),
+        (("runs", "shwo"), "did you mean 'show'?"),
+        (("compare", "a", "b"), "selfspec report --compare a b"),
+        (("gate", "FILE"), "selfspec check FILE"),
+        (("pull", "model=org/name"), "hf download MODEL"),
+        (("doctr",), "did you mean 'doctor'?"),
     ],
 )
 def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
     Path("empty.yaml").touch()
     Path("no_point.json").write_text('{"model": "x"}')
-    alone = words[0] in ("swep", "report", "runs") or any("model" in word for word in words)
+    alone = words[0] in ("swep", "report", "runs", "compare", "gate", "pull", "doctr") or "model" in " ".join(words)
     given = words if alone else (*words, model)
     result = call(*given)
     assert result.exit_code == 2
@@ -361,27 +406,31 @@ def test_bench_measures_again_what_is_finished(engines, model):
     assert "0 measured, 1 skipped" in call("sweep", model).stdout
 
 
-def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
-    asked = {}
-
-    def run(cfg, *, layers, heads, vocabularies, pairs, ridge, corpus, open_engine, progress):
-        assert (heads, vocabularies) == (("lens", "lsq"), ("full",))
-        asked.update(layers=[*layers], pairs=pairs, ridge=ridge, corpus=corpus, path=cfg.model.path)
-        return Fitted([{"layer": 2, "kind": "lsq", "agreement": 0.5, "path": "heads/a"}], ["a chat model"])
-
-    stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
-    (tmp_path / "chats.txt").write_text("text")
-    words = ("--pairs", "100", "--corpus", "chats.txt", "--ridge", "0.01", model)
-    result = done("fit-lsq", "--layer", "2", "--layer", "4", *words)
-    path = model.partition("=")[2]
-    assert asked == {"layers": [2, 4], "pairs": 100, "ridge": 0.01, "corpus": "chats.txt", "path": path}
-    assert "50.0%" in result.stdout
-    assert "warning: a chat model" in result.stderr
-    assert call("fit-lsq", "--layer", "2", "--corpus", "gone.txt", model).exit_code == 2
-    assert document(call("fit-lsq", "--layer", "2", model, "--json"))["reports"][0]["path"] == "heads/a"
-    asked.clear()
-    assert document(call("fit-lsq", "--layer", "2", model, "--json", "--dry-run"))["layers"] == [2]
-    assert asked == {}
+@pytest.mark.parametrize(
+    ("words", "heads", "vocabularies"),
+    [
+        (("fit-lsq", "--layer", "2", "--layer", "4"), ("lens", "lsq"), ("full",)),
+        (
+            ("fit", "head=lsq_argmax,translator_r15", "layer=2,4", "vocab=full,16"),
+            ("lens", "lsq_argmax", "translator_r15"),
+            ("full", "16"),
+        ),
+    ],
+)
+def test_fits_hand_on_the_grid(fits, model, words, heads, vocabularies):
+    more = (*words, "--pairs", "100", "--ridge", "0.01", model)
+    result = done(*more, "--corpus", "chats.json")
+    assert fits.pop("progress") and fits.pop("open_engine")
+    grid = {"layers": (2, 4), "heads": heads, "vocabularies": vocabularies, "path": model.partition("=")[2]}
+    assert fits == grid | {"pairs": 100, "ridge": 0.01, "corpus": "chats.json"}
+    assert "50.0%" in result.stdout and "warning: a chat model" in result.stderr
+    assert f"{heads[1]} 16" in result.stdout or vocabularies == ("full",)
+    assert "gone.txt" in refused(*more, "--corpus", "gone.txt")
+    assert document(call(*more, "--json"))["reports"][0]["path"] == "heads/a"
+    fits.clear()
+    plan = document(call(*more, "--json", "--dry-run"))
+    assert (plan["layers"], plan["heads"]) == ([2, 4], [*heads])
+    assert fits == {}
 
 
 @pytest.mark.parametrize(
@@ -408,9 +457,6 @@ def test_an_interrupt_exits_with_130_and_says_what_the_same_command_does_then(en
     assert result.stderr.splitlines()[-1].endswith(then)
 
 
-# ---- selfspec fit ----
-
-
 def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
     monkeypatch.setattr("selfspec_cli.stages.sweep.plan", lambda *_, **__: 1 / 0)
     result = call("sweep", model)
@@ -418,26 +464,6 @@ def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
     assert "ZeroDivisionError" in result.stderr
     assert "--debug" in result.stderr
     assert "Traceback" not in result.output
-
-
-def test_fit_hands_on_the_grid(monkeypatch, model):
-    asked = {}
-
-    def run(cfg, **more):
-        asked.update(more, path=cfg.model.path)
-        return Fitted([{"layer": 2, "kind": "lsq", "head": "lsq_argmax", "vocab": "16", "agreement": 0.5, "path": "a"}])
-
-    stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
-    words = ("fit", "head=lsq_argmax,translator_r15", "layer=2,4", "vocab=full,16", model, "--ridge", "0.5")
-    result = done(*words, "--pairs", "70", "--corpus", "chats.json")
-    assert "lsq_argmax 16" in result.stdout
-    assert asked.pop("progress") and asked.pop("open_engine")
-    assert asked.pop("path") == model.partition("=")[2]
-    grid = {"layers": (2, 4), "heads": ("lens", "lsq_argmax", "translator_r15"), "vocabularies": ("full", "16")}
-    assert asked == grid | {"pairs": 70, "ridge": 0.5, "corpus": "chats.json"}
-    asked.clear()
-    assert document(call(*words, "--dry-run", "--json"))["heads"] == ["lens", "lsq_argmax", "translator_r15"]
-    assert not asked
 
 
 # ---- selfspec ppl and eval ----

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from commands import call, document
+from commands import call, document, done, refused
 
 from selfspec_cli import children
 from selfspec_cli.config.schema import LoadConfig
@@ -73,8 +73,8 @@ def test_without_locust_no_server_starts(toys, tmp_path, monkeypatch, command):
         file = tmp_path / "served.yaml"
         file.write_text(json.dumps({"title": "T", "served": True, "cases": [case]}), encoding="utf-8")
         words = [str(file)]
-    result = call(command, *words, f"results_dir={tmp_path / 'results'}")
-    assert result.exit_code == 2 and f"locust is not installed: {install('load')}" in result.stderr
+    said = refused(command, *words, f"results_dir={tmp_path / 'results'}")
+    assert f"locust is not installed: {install('load')}" in said
     assert not toys
 
 
@@ -99,9 +99,8 @@ def test_only_a_server_that_has_answered_is_given_time_to_end(toys, tmp_path, mo
 def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "LEAST_SECONDS", 0.01)  # these loads are short
     results = tmp_path / "results"
-    result = call("load", *WORDS, f"results_dir={results}", "load.ttft_limit=60000", "--json", "--", "--seed", "7")
-    assert result.exit_code == 0, result.stderr
-    shown = document(result)
+    more = ("load.ttft_limit=60000", "--json", "--", "--seed", "7")
+    shown = document(done("load", *WORDS, f"results_dir={results}", *more))
     assert (shown["measured"], shown["failed"]) == (4, 0) and Path(shown["page"]).is_file()
     assert [cfg.method for cfg in toys] == ["baseline", "layer_skip"]
     points, _ = folder.read(results)

@@ -4,8 +4,6 @@ It hands units to a launcher, saves each point as it arrives, and gives to anoth
 measured. A point on which workers die TRIES times is written down as failed.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +19,7 @@ from selfspec_cli.stages.launch import joblib, ray, submitit
 from selfspec_cli.stages.launch.work import Ended, Unit, cut, rest
 from selfspec_cli.stages.plan import Plan, Planned
 
-TRIES = 2
-"""Workers that may die on one point before it has failed."""
+TRIES = 2  # workers that may die on one point before it has failed
 LAUNCHERS: dict[str, ModuleType] = {"joblib": joblib, "ray": ray, "submitit": submitit}
 
 

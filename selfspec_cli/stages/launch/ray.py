@@ -1,7 +1,5 @@
 """Workers on a Ray cluster: one that runs (RAY_ADDRESS), or one that is started on this host."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence

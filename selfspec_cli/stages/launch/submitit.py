@@ -1,7 +1,5 @@
 """Workers as Slurm jobs, or as processes of this host where there is no Slurm. The folder of results is shared."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -25,8 +25,7 @@ from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.stages.plan import Family, Planned
 from selfspec_cli.terminal import last_lines
 
-CORES = "SELFSPEC_CORES"
-"""Environment variable of a worker: the cores that it may use, separated by commas."""
+CORES = "SELFSPEC_CORES"  # environment variable of a worker: the cores that it may use, separated by commas
 A_WORKER = 2  # cores that an engine on the CPU needs
 
 
@@ -83,8 +82,7 @@ def near_cores(gpu: str) -> list[int]:
     return near
 
 
-ENDS = ".point.json"
-"""Ends the name of a file in which a worker leaves a point."""
+ENDS = ".point.json"  # ends the name of a file in which a worker leaves a point
 POLL = 0.1  # seconds between two looks at the spool
 SHOWN = 3  # last lines of a worker's output that its end is explained with
 

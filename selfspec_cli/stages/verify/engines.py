@@ -2,8 +2,6 @@
 differs.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ the first difference the plain engine is asked how likely it holds both tokens t
 when the tokens come k + 1 at a time, as a verify pass brings them.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +33,7 @@ GROUPS = (
 )
 """What `--cases` takes. Some need a tokenizer, or an arm with gates."""
 
-Gate = tuple[str, float | None]
-"""A gate and its threshold, as a live engine takes them."""
+Gate = tuple[str, float | None]  # A gate and its threshold, as a live engine takes them
 
 STOP_TOKENS = 120  # vLLM's V2 model runner takes 128 of a request with a least length, end-of-text tokens included
 SCHEMA = {

@@ -3,8 +3,6 @@
 The order lets the plain engine be asked about what the arm has done, and needs the memory of one engine at a time.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -6,8 +6,6 @@ table of which tokens stand where and follow which, and the mean log-probability
 tells a sampler that is too sharp or too flat from few texts. Both must hold up, so the smaller p-value counts twice.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a run of `selfspec verify` found, its verdict, and which kind of fault the evidence points to. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +9,7 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 LOSSLESS, NEAR_TIES, NOT_SHOWN, FAULT = "lossless", "near-ties only", "not shown", "fault"
 BEST_FIRST = (LOSSLESS, NEAR_TIES, NOT_SHOWN, FAULT)
 PASSING = (LOSSLESS, NEAR_TIES)
-ENDED = "engine ended"
-"""Of a way to sample: the engine that drafts ended with an error."""
+ENDED = "engine ended"  # of a way to sample: the engine that drafts ended with an error
 
 KINDS = {
     "kv_slot": "a draft corrupts keys or values of tokens that count",

@@ -11,8 +11,8 @@ from rich.text import Text
 from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import Output, emit, say
 from selfspec_cli.commands.shared import Overrides, command
-from selfspec_cli.stages import doctor as doctor_stage
-from selfspec_cli.stages.doctor import Check
+from selfspec_cli.stages import preflight as doctor_stage
+from selfspec_cli.stages.preflight import Check
 from selfspec_cli.terminal import kept_apart
 
 
@@ -21,7 +21,7 @@ def doctor(out: Output, overrides: Overrides = None) -> None:
     """Say whether a run could work here: versions, device, patched vLLM names, compiler, model, settings."""
     cfg = configs.one(overrides, None)
     with TemporaryDirectory(prefix="selfspec-") as scratch, kept_apart(Path(scratch) / "doctor.log"):
-        checks = doctor_stage.run(cfg, _patches)
+        checks = doctor_stage.examine(cfg, _patches)
     fine = doctor_stage.could_run(checks)
     if out.as_json:
         emit({"ok": fine, "checks": [asdict(check) for check in checks]})

@@ -23,7 +23,7 @@ from selfspec_cli.record.tables import searched
 from selfspec_cli.report import make as report_stage
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import load as stage
-from selfspec_cli.stages import preflight, slo
+from selfspec_cli.stages import preflight
 from selfspec_cli.stages.plan import results_dir
 
 LOGS = "logs"
@@ -47,7 +47,7 @@ def load(
     other. With --slo: the most clients and the greatest rate that keep limits of latency. What stands behind -- goes to
     the servers."""
     words, more = split_at_dashes(overrides)
-    runs = as_loads(slo.as_searches(configs.several(words, config=config), limit or []))
+    runs = as_loads(stage.as_searches(configs.several(words, config=config), limit or []))
     for cfg in runs:
         if not out.dry_run and cfg.load.kind:
             _check_prompts(cfg)
@@ -74,7 +74,7 @@ def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Backend:
             with begun(shown, server.open_server(cfg, more, log, folder / "deploy")) as found:
                 yield found
 
-        return open_server, slo.Search(stage.Loader(folder / stage.FOLDER / run_id))
+        return open_server, stage.Search(stage.Loader(folder / stage.FOLDER / run_id))
 
     return Backend(opened, _warnings, _searched, _page)
 

@@ -176,7 +176,7 @@ target's, drafts or none, so that its figure would be the baseline's whatever it
 
 
 def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute: bool = False) -> Measurement:
-    """Warm up, time `cfg.repeats` repeats, score held-out text. execute: bench the answers with their tests."""
+    """Warm up, time `cfg.repeats` repeats, score held-out text. execute: run the answers with their tests."""
     began = time.perf_counter()
     with suppress(OSError):  # let the peak of memory begin anew; some containers forbid it
         Path("/proc/self/clear_refs").write_text("5")

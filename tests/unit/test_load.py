@@ -30,8 +30,7 @@ from selfspec_cli.record.tables import asked as in_words
 from selfspec_cli.record.tables import searched
 from selfspec_cli.stages import load as stage
 from selfspec_cli.stages import preflight
-from selfspec_cli.stages.load import of_requests
-from selfspec_cli.stages.slo import Search, Verdict, as_searches, greatest, judge, parse
+from selfspec_cli.stages.load import Search, Verdict, as_searches, greatest, judge, of_requests, parse
 
 
 def test_gaps_of_a_poisson_process_are_exponential_with_its_rate():

@@ -9,18 +9,16 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 
 from selfspec_cli import interrupts
 from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.progress import Progress
 from selfspec_cli.record.point import Point, from_json
-from selfspec_cli.stages.launch import joblib, ray, submitit
+from selfspec_cli.stages.launch.launchers import LAUNCHERS, Launcher
 from selfspec_cli.stages.launch.work import Ended, Unit, cut, rest
 from selfspec_cli.stages.plan import Plan, Planned
 
 TRIES = 2  # workers that may die on one point before it has failed
-LAUNCHERS: dict[str, ModuleType] = {"joblib": joblib, "ray": ray, "submitit": submitit}
 
 
 def run(
@@ -86,7 +84,7 @@ def run(
     return sum(planned.key not in finished for planned in plan.points)
 
 
-def _launcher(plan: Plan, cfg: RunConfig) -> ModuleType:
+def _launcher(plan: Plan, cfg: RunConfig) -> Launcher:
     if plan.reused:
         raise ConfigError(
             f"--reuse-baseline with launcher={cfg.launcher.kind}: a point is compared with a baseline of the same GPU, "

@@ -10,21 +10,19 @@ import typer
 
 from selfspec_cli import __version__
 from selfspec_cli.commands import runs
-from selfspec_cli.commands.check import check
+from selfspec_cli.commands.check import check, verify
 from selfspec_cli.commands.doctor import doctor
 from selfspec_cli.commands.fit import fit_draft_weights, fit_heads, fit_lsq
 from selfspec_cli.commands.gateway import gateway
-from selfspec_cli.commands.load import load
 from selfspec_cli.commands.options import show_options
 from selfspec_cli.commands.profile import profile
 from selfspec_cli.commands.quality import evaluate, ppl
 from selfspec_cli.commands.report import report
 from selfspec_cli.commands.screen import warn
-from selfspec_cli.commands.serve import serve
+from selfspec_cli.commands.serve import load, serve
 from selfspec_cli.commands.shared import NamesCommands
 from selfspec_cli.commands.sweep import bench, sweep
 from selfspec_cli.commands.tune import roc, tune
-from selfspec_cli.commands.verify import verify
 from selfspec_cli.early_exit import sprint_aliases
 
 COMMANDS = (

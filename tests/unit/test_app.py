@@ -457,15 +457,6 @@ def test_an_interrupt_exits_with_130_and_says_what_the_same_command_does_then(en
     assert result.stderr.splitlines()[-1].endswith(then)
 
 
-def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
-    monkeypatch.setattr("selfspec_cli.stages.sweep.plan", lambda *_, **__: 1 / 0)
-    result = call("sweep", model)
-    assert result.exit_code == 1
-    assert "ZeroDivisionError" in result.stderr
-    assert "--debug" in result.stderr
-    assert "Traceback" not in result.output
-
-
 # ---- selfspec ppl and eval ----
 
 

@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.engine import cores
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress
-from selfspec_cli.record.latency import RequestTimes, end_to_end, itl, quantiles, summary, tpot, ttft
+from selfspec_cli.record.latency import RequestTimes, itl, quantiles, summary, tpot, ttft
 from selfspec_cli.record.point import output_digests
 from selfspec_cli.stages import measure
 
@@ -281,30 +281,6 @@ def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
 
 
 # ---- latencies of requests ------------------------------------------------------------------------------------------
-
-
-# Seven tokens in four outputs: the second output brought three tokens, the third two.
-DRAFTED = RequestTimes(arrival=1.0, events=(1.5, 1.6, 1.8, 1.9), tokens=7)
-
-
-def test_the_definitions_are_those_of_vllms_benchmark():
-    assert ttft(DRAFTED) == pytest.approx(0.5)
-    assert end_to_end(DRAFTED) == pytest.approx(0.9)
-    assert tpot(DRAFTED) == pytest.approx((0.9 - 0.5) / 6)  # a token
-    assert itl(DRAFTED) == pytest.approx([0.1, 0.2, 0.1])  # an output: longer than a token where drafts are accepted
-
-
-def test_one_token_has_neither_tpot_nor_itl():
-    alone = RequestTimes(0.0, (0.25,), 1)
-    assert (tpot(alone), itl(alone)) == (None, [])
-    assert summary([alone]) == {
-        "ttft_ms": 250,
-        "ttft_p90_ms": 250,
-        "ttft_p99_ms": 250,
-        "e2e_ms": 250,
-        "e2e_p90_ms": 250,
-        "e2e_p99_ms": 250,
-    }
 
 
 def test_percentiles_are_over_all_requests():

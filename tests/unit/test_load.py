@@ -248,16 +248,10 @@ def test_prompts_are_token_ids_that_fit_the_model(mooncake, monkeypatch):
         stage.of_model(load_of(*words, "workload.input_len=901"))
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("load.share=0.5", "load.share=0.5 with the trace"),
-        ("load.burst=8", "load.burst=8 with the trace"),
-    ],
-)
-def test_settings_that_contradict_a_trace_are_named(mooncake, tmp_path, word, said):
+@pytest.mark.parametrize("word", ["load.share=0.5", "load.burst=8"])
+def test_settings_that_contradict_a_trace_are_named(mooncake, tmp_path, word):
     words = ["workload=trace", f"workload.path={mooncake}", word, f"results_dir={tmp_path}/r"]
-    assert said in refused("load", *words, *(["load.rate=2"] if "burst" in word else []))
+    assert f"{word} with the trace" in refused("load", *words, *(["load.rate=2"] if "burst" in word else []))
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

@@ -197,14 +197,6 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
     assert exits.draft_key(replace(counted, gate=GateConfig("maxp"), threshold=0.2)) == keys[-1]
 
 
-def test_a_dry_run_says_which_gates_lengths_and_minutes(lab):
-    facts = tune.facts([replace(lab.cfgs[1], k=k) for k in (3, 5)], minutes=14)
-    assert facts["exits"] == ["E3-lens"]
-    assert facts["gates"] == ["none", *features()]
-    assert facts["k"] == "1 to 5"  # LONGEST, as it is here
-    assert facts["minutes"] == 14
-
-
 def test_other_weights_are_surveyed_however_the_first_ended(lab):
     """Two exits in a row that expect less end the survey of their own kind of weights."""
     work, results = lab.cfgs[0].workload, lab.cfgs[0].results_dir

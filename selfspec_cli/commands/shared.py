@@ -79,7 +79,6 @@ class NamesValues(TyperCommand):
 
 
 def _value_of(option: Sequence[str], typed: Sequence[str]) -> str | None:
-    """What was typed for an option, by any of its names."""
     for word, following in itertools.zip_longest(typed, typed[1:]):
         name, separator, value = word.partition("=")
         if name in option:

@@ -153,7 +153,6 @@ def run(
 
 
 def _start(job: Job, number: int, out: Path, count: int, log: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start process `number` of `count`, which leaves its samples in `out`."""
     users = str(len(range(number, job.clients or count, count)))
     command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py"))]
     command += ["--headless", "--host", job.url, "--users", users, "--spawn-rate", users, "--only-summary"]

@@ -223,7 +223,6 @@ def complete(
 def _outputs(
     engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any], what: str, progress: Progress
 ) -> Iterator[Any]:
-    """What vLLM gives for each prompt, CHUNK of them at once."""
     for start in range(0, len(prompts), CHUNK):
         asked = [{"prompt_token_ids": ids} for ids in prompts[start : start + CHUNK]]
         with interrupts.deferred():

@@ -391,7 +391,6 @@ def watched(bench: sweep.Bench) -> sweep.Bench:
 
 
 def _planted(open_engine: Open, fault: str | None) -> Open:
-    """What opens engines, with a fault in each that drafts."""
     if fault is None:
         return open_engine
 

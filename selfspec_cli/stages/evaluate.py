@@ -156,7 +156,6 @@ def run(
 def _evaluate(
     engine: Engine, cfg: RunConfig, tasks: Sequence[Task], limit: int, fewshot: int, progress: Progress
 ) -> tuple[list[dict[str, Any]], Answers]:
-    """Scores of one arm, and its answers."""
     for task in tasks:
         if task.get_config("num_fewshot") != 0:  # such a task takes no examples
             task.set_config(key="num_fewshot", value=fewshot)

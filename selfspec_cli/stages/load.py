@@ -254,7 +254,6 @@ def unlike(runs: Sequence[Run], prompts: int) -> int:
 
 
 def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: Server, place: Path) -> dict[str, Any]:
-    """What is known of a point besides its repeats, by names of columns where there are such."""
     samples = [request for run in runs for request in run.good]
     failed = [request for run in runs for request in run.failed]
     now = server.resident_mib()

@@ -82,7 +82,6 @@ def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine,
 
 
 def _fitted_on(cfg: RunConfig, corpus: str) -> bool:
-    """Whether a config decodes or drafts through a head that was fitted on this corpus."""
     if cfg.method not in ("skip", "layer_skip") or corpus in ("stdlib", "random") or cfg.layer is None:
         return False
     path = head_files.full_head(cfg, cfg.layer)

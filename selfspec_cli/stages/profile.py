@@ -9,7 +9,6 @@ import gzip
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,7 +86,7 @@ def run(
             kernels=kernels,
             trace=f"{keys.run(cfg)}-{name}.trace.json.gz",
             config=to_plain(cfg),
-            **vars(found),
+            **found,
             **machine.provenance(),
         )
         path = results.save_profile(folder, profile, trace)
@@ -95,20 +94,10 @@ def run(
     return profile, path
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """seconds: of each part, in the order of PARTS; those without any are left out. wall: of the run. rounds: full
-    passes. gpu: whether kernels of a GPU are what was counted."""
-
-    seconds: dict[str, float]
-    wall: float
-    rounds: int
-    gpu: bool
-
-
-def breakdown(trace: Iterable[Mapping[str, Any]]) -> Breakdown:
-    """Attribute the time of a recorded run, from the begin of its first range to the end of its last one. Raises
-    ValueError: there is no range of a full pass. trace: events in Chrome's format, times in microseconds."""
+def breakdown(trace: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Attribute the time of a recorded run, from the begin of its first range to the end of its last one: seconds of
+    each part, wall time, rounds, and whether kernels of a GPU were counted. Raises ValueError: there is no full
+    pass."""
     events = [event for event in trace if event.get("ph") == "X"]
     ranges = [
         (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))
@@ -128,7 +117,7 @@ def breakdown(trace: Iterable[Mapping[str, Any]]) -> Breakdown:
     for at, until, part in painted([(begin, end, "idle"), *host, *device]):
         seconds[part] += max(0.0, min(until, end) - max(at, begin)) / 1e6
     spent = {part: time for part, time in seconds.items() if time > 0}
-    return Breakdown(spent, (end - begin) / 1e6, rounds, bool(device))
+    return {"seconds": spent, "wall": (end - begin) / 1e6, "rounds": rounds, "gpu": bool(device)}
 
 
 def painted(intervals: Sequence[Interval]) -> list[Interval]:

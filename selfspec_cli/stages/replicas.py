@@ -105,7 +105,6 @@ def plan(
 
 
 def _reached(host: str) -> str:
-    """The address at which a server that listens at `host` answers on this machine."""
     if host in ("", "0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -218,7 +218,6 @@ def _point(
     started: float | None,
     reason: str | None = None,
 ) -> Point:
-    """Everything that is known of a point, measured or failed."""
     cfg, run_id = planned.cfg, context.result.run_id
     comparison = None
     if measured is not None and not planned.is_baseline:

@@ -174,12 +174,14 @@ def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(mo
 
 
 def test_the_screen_counts_what_is_right_inside_vllm_and_names_what_is_not(capsys):
-    from selfspec_cli.commands import doctor as command
+    from selfspec_cli.commands import options as command
 
-    command.show([preflight.Check("vllm", False, "not installed")])
+    command.show_checks([preflight.Check("vllm", False, "not installed")])
     assert capsys.readouterr().out.splitlines() == ["FAIL vllm                   not installed"]
     places = [("vllm.a:One", True), ("vllm.b:Two", True), ("vllm.c:Three", False)]
-    command.show([preflight.Check("python", True, "3"), *(preflight.Check(name, ok, "why") for name, ok in places)])
+    command.show_checks(
+        [preflight.Check("python", True, "3"), *(preflight.Check(name, ok, "why") for name, ok in places)]
+    )
     python, inside, three = capsys.readouterr().out.splitlines()
     assert "python" in python
     assert "2 of 3 that selfspec replaces are there" in inside

@@ -13,7 +13,7 @@ import pytest
 from commands import call, document, done, model_folder, refused
 
 from selfspec_cli.commands import serve
-from selfspec_cli.commands.doctor import verdict
+from selfspec_cli.commands.options import verdict
 from selfspec_cli.commands.screen import in_words
 from selfspec_cli.commands.shared import complete
 from selfspec_cli.config import choices, model_digest, options, paths

@@ -151,12 +151,10 @@ def _stops(facts: Facts, few: Sequence[Request], batch: int) -> Case:
 
 
 def _with(few: Sequence[Request], kinds: Sequence[Mapping[str, object]]) -> list[Request]:
-    """The requests with the kinds of parameters in turn."""
     return [Request(one.prompt, one.tokens, kinds[number % len(kinds)]) for number, one in enumerate(few)]
 
 
 def _full(facts: Facts, batch: int) -> Case:
-    """Some requests reach the model's greatest length, among others that go on."""
     full = [
         Request((window * (facts.max_model_len // len(window) + 1))[: facts.max_model_len - 2 - 3 * number], 24)
         for number, window in enumerate(facts.windows[1:4])
@@ -184,7 +182,6 @@ def _structured(few: Sequence[Request], batch: int) -> Case:
 
 
 def _crowds(facts: Facts) -> list[Case]:
-    """Batches of one size each, up to as many requests as the engine takes."""
     cases = []
     for count in sorted({1, min(5, facts.max_num_seqs), min(32, facts.max_num_seqs), facts.max_num_seqs}):
         windows = [facts.windows[at % len(facts.windows)] for at in range(max(count, 3))]

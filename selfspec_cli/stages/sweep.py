@@ -17,7 +17,7 @@ from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, point_id
 from selfspec_cli.record.tracking import Tracker
-from selfspec_cli.stages.launch import driver, launchers
+from selfspec_cli.stages.launch import driver
 from selfspec_cli.stages.plan import Family, Planned, plan, results_dir
 
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
@@ -116,7 +116,7 @@ def run(
     the results folder is in use, or cannot be written; RecordError: a point could not be written."""
     folder = Path(results_dir(cfgs))
     with interrupts.deferred(), results.writing(folder):
-        warnings = launchers.collect(folder)
+        warnings = driver.collect(folder)
         known = results.read(folder)[0]
         todo = plan(cfgs, known, again=again, reuse_baseline=reuse_baseline, retry_failed=retry_failed)
         progress.planned(todo)

@@ -31,7 +31,7 @@ from selfspec_cli.record import folder
 from selfspec_cli.record.point import to_json
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.launch import driver, launchers, work
+from selfspec_cli.stages.launch import driver, work
 
 HERE = Path(__file__).parent
 LAYERS = (2, 3, 4, 6)
@@ -117,14 +117,14 @@ def test_no_gpu_is_held_twice_and_a_unit_of_many_gets_its_own(monkeypatch):
         order.append(document)
         yield work.Ended(0)
 
-    monkeypatch.setattr(launchers, "points_of", points_of)
-    monkeypatch.setattr(launchers, "description", lambda unit, run_id: unit.name)
-    monkeypatch.setattr(launchers, "workers_here", lambda cfg: 4)
+    monkeypatch.setattr(driver, "points_of", points_of)
+    monkeypatch.setattr(driver, "description", lambda unit, run_id: unit.name)
+    monkeypatch.setattr(driver, "workers_here", lambda cfg: 4)
     monkeypatch.setattr(work, "free", lambda cfg: ["0", "1"])
     monkeypatch.setattr(work, "near_cores", lambda gpu: [])
     cfg = replace(asked(layers=(2,))[0], engine=replace(RunConfig().engine, device="cuda"))
     given = [SimpleNamespace(name=name, devices=count) for name, count in (("a", 1), ("b", 2), ("c", 1), ("d", 2))]
-    items = [item for _, item in launchers.launch_here(given, cfg, "RUN", lambda unit: "")]
+    items = [item for _, item in driver.launch_here(given, cfg, "RUN", lambda unit: "")]
     assert items == [work.Ended(0)] * 4
     assert sorted(order) == ["a", "b", "c", "d"]
 
@@ -181,7 +181,7 @@ def test_two_workers_measure_what_one_would_and_one_that_dies_loses_the_point_in
 def test_jobs_that_are_processes_of_this_host_have_gpus_or_cores_of_their_own(lab, monkeypatch, device, had):
     results, place = lab
     (place / "together").touch()
-    monkeypatch.setattr(launchers.machine, "gpus", lambda: [("GPU-a", "NVIDIA H100"), ("GPU-b", "NVIDIA H100")])
+    monkeypatch.setattr(driver.machine, "gpus", lambda: [("GPU-a", "NVIDIA H100"), ("GPU-b", "NVIDIA H100")])
     cfgs = asked("submitit", results)
     for cfg in cfgs:
         cfg.engine = replace(cfg.engine, device=device)
@@ -191,14 +191,14 @@ def test_jobs_that_are_processes_of_this_host_have_gpus_or_cores_of_their_own(la
 
 def test_a_ray_cluster_that_never_has_room_is_refused(monkeypatch):
     nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 1.0}} for _ in range(2)]
-    monkeypatch.setattr(launchers, "connected", lambda cfg: SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr(driver, "connected", lambda cfg: SimpleNamespace(nodes=lambda: nodes))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     cfg = asked("ray", layers=(2,))[0]
     cfg.engine = replace(cfg.engine, device="cuda")
-    assert launchers.ray_workers(cfg) == 2
+    assert driver.ray_workers(cfg) == 2
     cfg.model = replace(cfg.model, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"a worker takes 2 GPU\(s\) of one node, and no node .* more than 1"):
-        launchers.ray_workers(cfg)
+        driver.ray_workers(cfg)
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_points_that_jobs_left_behind_are_taken_in(lab):
     assert result.skipped == 1
     assert "1 point(s) that jobs of an earlier command had measured" in result.warnings[0]
     assert file.exists()
-    assert launchers.collect(results) == []
+    assert driver.collect(results) == []
 
 
 @pytest.mark.slow
@@ -365,7 +365,7 @@ def test_a_unit_that_wants_more_gpus_than_there_are_is_refused_before_anything_s
     cfgs = asked(layers=(2, 3), place=tmp_path)
     for cfg, ranks in zip(cfgs, (1, 2), strict=True):
         cfg.engine, cfg.model = replace(cfg.engine, device="cuda"), replace(cfg.model, tensor_parallel_size=ranks)
-    monkeypatch.setattr(launchers.machine, "visible_gpus", lambda: ["NVIDIA H100"])
+    monkeypatch.setattr(driver.machine, "visible_gpus", lambda: ["NVIDIA H100"])
     with pytest.raises(ConfigError, match="tensor_parallel_size=2, and 1 GPUs can be seen"):
         run(cfgs)
 

@@ -215,14 +215,6 @@ def test_a_point_on_which_workers_keep_dying_has_failed_and_the_others_have_not(
 
 
 @pytest.mark.slow
-def test_where_the_baseline_cannot_be_measured_nothing_is_compared(lab):
-    results, place = lab
-    (place / "die-always-None").touch()
-    result = run(asked("joblib", results, layers=(2, 3)))
-    assert result.exit_code == 1 and {point.config["layer"] for point in result.failed} == {None, 2, 3}
-
-
-@pytest.mark.slow
 def test_a_killed_drivers_sweep_goes_on_in_a_copy_of_its_folder_with_the_same_rows(lab, monkeypatch):
     results, place = lab
     monkeypatch.setenv("FAKE_SECONDS", "0.7")

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import typer
 
 from selfspec_cli.commands import configs, screen
-from selfspec_cli.commands import serve as load_command
 from selfspec_cli.commands.measuring import ENGINES, Backend, on_engines, tracked
 from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, Output, say, show_facts, warn
+from selfspec_cli.commands.serve import as_loads, servers
 from selfspec_cli.commands.shared import Config, Overrides, command
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, RunConfig
@@ -55,7 +55,7 @@ def check(
             screen.show_plan(points)
         return out.answer(screen.plan_document(points) | limits, lambda: screen.show_facts(limits))
     preflight.check_device(cfgs[0])
-    backend: Backend = load_command.servers(cfgs, []) if asked.served else ENGINES
+    backend: Backend = servers(cfgs, []) if asked.served else ENGINES
     run_id = results_folder.new_run_id()
     with tracked("check", cfgs[0]), at_work("check", folder, out.debug) as shown:
         open_engine, bench = backend.opened(shown, run_id)
@@ -72,7 +72,7 @@ def check(
 def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]:
     """The checked config of each case. Raises ConfigError: a setting, or `plant`, does not go with this file."""
     cfgs = [configs.one([*case.words], None) for case in asked.cases]
-    cfgs = load_command.as_loads(cfgs) if asked.served else cfgs
+    cfgs = as_loads(cfgs) if asked.served else cfgs
     if plant is not None:
         if plant not in stage.PLANTED:
             raise ConfigError(closest(plant, stage.PLANTED, "--plant"))

@@ -15,7 +15,7 @@ from selfspec_cli.commands.shared import Overrides, command
 from selfspec_cli.config import options
 from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.stages import preflight as doctor_stage
+from selfspec_cli.stages import preflight
 from selfspec_cli.stages.preflight import Check
 from selfspec_cli.terminal import kept_apart
 
@@ -62,8 +62,8 @@ def doctor(out: Output, overrides: Overrides = None) -> None:
     """Say whether a run could work here: versions, device, patched vLLM names, compiler, model, settings."""
     cfg = configs.one(overrides, None)
     with TemporaryDirectory(prefix="selfspec-") as scratch, kept_apart(Path(scratch) / "doctor.log"):
-        checks = doctor_stage.examine(cfg, _patches)
-    fine = doctor_stage.could_run(checks)
+        checks = preflight.examine(cfg, _patches)
+    fine = preflight.could_run(checks)
     if out.as_json:
         emit({"ok": fine, "checks": [asdict(check) for check in checks]})
     else:
@@ -74,7 +74,7 @@ def doctor(out: Output, overrides: Overrides = None) -> None:
 
 def verdict(checks: list[Check]) -> str:
     """The last sentence: whether a run could work, as far as that was checked."""
-    if not doctor_stage.could_run(checks):
+    if not preflight.could_run(checks):
         return "A run could not work here."
     without_model = any(check.name == "settings" and check.ok is None for check in checks)
     return "A run could work here" + ("; what depends on the model is not checked." if without_model else ".")

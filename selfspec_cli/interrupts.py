@@ -86,8 +86,7 @@ def at_once() -> Iterator[None]:
 
 @contextmanager
 def by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM does what Ctrl-C does. Outside the main thread, and where SIGTERM is somebody else's, it changes
-    nothing."""
+    """Inside, SIGTERM does what Ctrl-C does, unless it is somebody else's or this is not the main thread."""
     ours = _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with _handled(signal.SIGTERM, _as_interrupt) if ours else nullcontext():
         yield

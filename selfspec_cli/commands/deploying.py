@@ -81,8 +81,7 @@ def _speedup(point: Point) -> float:
 
 
 def of_report(results: Path, out: Path) -> list[dict[str, Any]]:
-    """What to deploy by the points of a folder: `chosen` for each model, with "what" it is; files are written to
-    `out`."""
+    """What to deploy by the points of a folder: `chosen` for each model, with "what" it is. out: for its files."""
     if archive.inside(results) is not None:
         return []  # what is published was measured elsewhere
     found = []

@@ -235,8 +235,7 @@ def in_words(value: Any) -> str:
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[Any]], *, text: Iterable[int] = (0,), styles: Sequence[str] = ()
 ) -> None:
-    """Print rows of cells under `heads`; only a terminal cuts them, and folds the last column. text: the columns that
-    are no numbers. styles: of each row."""
+    """Print rows of cells; only a terminal folds the last column. text: columns that are no numbers."""
     made, columns = Table(header_style="bold", box=None, padding=(0, 1), pad_edge=False), set(text)
     for number, head in enumerate(heads):
         last = number == len(heads) - 1

@@ -166,8 +166,7 @@ def _watch(
     check: Callable[[], None],
     progress: Callable[[int, float], None],
 ) -> None:
-    """Until all processes have ended, or one has failed. Several begin together, once their files of samples are
-    there."""
+    """Until all processes have ended, or one has failed. Several begin together, once all are ready."""
     began = last = time.monotonic()
     ended, waiting = 0, len(parts) > 1
     with ExitStack() as stack:

@@ -163,8 +163,7 @@ _DEFAULTS: dict[str, Any] = {"tensor_parallel_size": 1, "load_format": "auto"}
 
 @dataclass(frozen=True)
 class Deployment:
-    """A server to start. speculative_config: None serves the model alone. options: other arguments of vLLM's engine by
-    name. environment: variables that the server needs."""
+    """A server to start. speculative_config: None serves the model alone. options: of vLLM's engine, by name."""
 
     model: str
     speculative_config: dict[str, Any] | None

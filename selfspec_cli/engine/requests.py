@@ -74,14 +74,13 @@ def answers(
 
 
 def log_probability(engine: Engine, prefix: Sequence[int], token: int, after: Sequence[int] = ()) -> float:
-    """Log-probability (nats) of a token after `prefix`, by the engine alone in its batch. after: tokens behind it,
-    which change nothing but how many come in one step with it."""
+    """Log-probability (nats) of a token after `prefix`, alone in its batch. after: tokens that come in a step with
+    it."""
     return float(_prompt_logprobs(engine, [*prefix, token, *after], 0)[len(prefix)][token].logprob)
 
 
 def preferred(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """By how much at most (nats, from 0) another token is likelier than one of `tokens` at its place after `prompt`, by
-    the engine alone in its batch. 0: each is the likeliest."""
+    """By how much at most (nats, from 0) another token is likelier than one of `tokens` at its place after `prompt`."""
     places = _prompt_logprobs(engine, [*prompt, *tokens], 1)[len(prompt) :]
     return float(
         max(
@@ -101,8 +100,7 @@ def _prompt_logprobs(engine: Engine, ids: list[int], count: int) -> list[Any]:
 
 
 def next_distribution(engine: Engine, prefixes: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probabilities (nats) of every token after each prefix; max_logprobs of the engine must be the vocabulary's
-    size."""
+    """Log-probabilities (nats) of every token after each prefix; the engine's max_logprobs must allow it."""
     from vllm import SamplingParams
 
     size = engine.vocab_size
@@ -176,8 +174,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Score:
-    """log_likelihood: nats, summed over the scored tokens. tokens: how many they are. greedy: whether each of them is
-    the likeliest token at its place."""
+    """log_likelihood: nats, summed over `tokens` tokens. greedy: whether each of them is the likeliest at its place."""
 
     log_likelihood: float
     tokens: int

@@ -169,8 +169,7 @@ def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
 
 
 def wait_for(url: str, check: Callable[[], None], log: Path, name: str = "the server") -> None:
-    """Wait until a server answers; raises ServerError if it does not in time, and what `check`, called meanwhile,
-    raises."""
+    """Wait until a server answers; raises ServerError if it does not in time, and what `check` raises meanwhile."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         interrupts.check()

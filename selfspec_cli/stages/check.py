@@ -43,8 +43,7 @@ RUNS = 3
 
 @dataclass(frozen=True)
 class Bound:
-    """A measure must be `limit` at least, or at most where less is better. of_baseline: as a ratio to the
-    baseline's."""
+    """A measure must be `limit` at least, or at most where less is better. of_baseline: as a ratio to it."""
 
     measure: str
     limit: float

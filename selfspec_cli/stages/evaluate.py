@@ -35,8 +35,7 @@ Answers = dict[tuple[str, str], list[str]]  # by task and metric what each sampl
 
 
 def check(names: Sequence[str]) -> TaskManager:
-    """What the harness knows of these tasks. Raises ConfigError: no name, one that is given twice, or one of no
-    task."""
+    """What the harness knows of these tasks. Raises ConfigError: no name, one that is given twice, or of no task."""
     if not names:
         raise ConfigError("--tasks names no task; offline there are " + ", ".join(questions.TASKS))
     repeated = sorted({name for name in names if list(names).count(name) > 1})

@@ -45,8 +45,7 @@ BLOCK = 512  # tokens of a block of Mooncake's traces
 
 
 def asked(cfg: RunConfig) -> RunConfig:
-    """`cfg` as a load test: the times of a trace, or a closed loop of FEW clients where nothing says how much to
-    ask."""
+    """`cfg` as a load test: the times of a trace, or a closed loop of FEW clients where nothing says how much."""
     if is_trace(cfg.workload.prompts):
         return replace(cfg, load=replace(cfg.load, trace=cfg.workload.prompts))
     return cfg if cfg.load.kind else replace(cfg, load=replace(cfg.load, clients=FEW))

@@ -144,8 +144,7 @@ def _comparable(arm: Mapping[str, Any], device: str) -> tuple[Any, ...]:
 
 
 def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
-    """By run key: the settings, as a user types them, in which a point differs from others of which a row would show
-    the same label and title; empty where there are none."""
+    """For points whose rows would look alike: the overrides that tell them apart, by run key; else empty."""
     alike: dict[tuple[Any, ...], list[Planned]] = defaultdict(list)
     for planned in points:
         shown = tables.identity(planned.cfg).items()

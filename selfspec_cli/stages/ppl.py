@@ -190,7 +190,7 @@ class _Family:
         }
 
     def _score(self, engine: Engine, outputs: Sequence[list[int]], name: str | None = None) -> Scores:
-        """Continuations under a plain engine. name: of the way to sample; an output that is the baseline's has its
+        """Continuations under a plain engine. name: of the way to sample; outputs like the baseline's have its
         score."""
         nats: dict[int, float] = {}
         if name is not None:

@@ -137,8 +137,7 @@ def _tokenizer_folder(cfg: RunConfig) -> Path | None:
 
 
 def check_requests(cfg: RunConfig) -> None:
-    """Refuse requests longer than the context, chats without a template, text for random weights; raises
-    ConfigError."""
+    """Refuse requests beyond the context, chats without a template, text for random weights; raises ConfigError."""
     model, work, limit = cfg.model, cfg.workload, longest_request(cfg)
     if limit is not None and work.input_len + work.output_len > limit:
         raise ConfigError(
@@ -203,8 +202,7 @@ def check_device(cfg: RunConfig) -> None:
 
 
 def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
-    """Settings that are allowed but do nothing, and those that make a measurement say something else than it seems
-    to."""
+    """Settings that do nothing, and those that make a measurement say something else than it seems to."""
     cfgs = list(cfgs)
     drafting = [cfg for cfg in cfgs if cfg.method is Method.layer_skip]
     gates = [line for cfg in drafting for line in warnings_for(cfg, vocab_size(cfg) or model_facts(cfg).vocab_size)]

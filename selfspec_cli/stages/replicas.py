@@ -144,8 +144,7 @@ def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
 def _front(
     urls: Sequence[str], router: str | None, host: str, port: str, keys: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """A router's command and variables. keys: of the servers; the gateway asks by the first, and wants one of its
-    clients."""
+    """A router's command and variables. keys: of the servers; the gateway wants one of them of its clients."""
     if router is None:
         router = ROUTERS[0] if shutil.which(ROUTERS[0]) else "gateway"
     if router == "gateway":

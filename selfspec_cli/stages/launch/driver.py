@@ -195,8 +195,7 @@ def job_workers(cfg: RunConfig) -> int:
 
 
 def job(document: dict[str, Any], spool: str, environment: dict[str, str], log: str) -> str:
-    """Supervise a worker, and move its points to the shared spool -> how it ended, in words, empty where all went
-    well."""
+    """Supervise a worker, and move its points to the shared spool -> how it ended, in words; empty: well."""
     ended = Ended(1, "the supervisor stopped")
     for number, item in enumerate(points_of(document, environment, log)):
         if isinstance(item, Ended):
@@ -309,8 +308,7 @@ def run(
     deaths: Counter[str] = Counter()
 
     def died(unit: Unit, victim: Planned, ended: Ended) -> None:
-        """Count a dead worker against the point in hand; after TRIES it has failed, and with a baseline all that need
-        it."""
+        """Count a dead worker against the point in hand; after TRIES it has failed, and what needs it."""
         deaths[victim.key] += 1
         if deaths[victim.key] < TRIES:
             return

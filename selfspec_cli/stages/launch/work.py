@@ -89,8 +89,8 @@ SHOWN = 3  # last lines of a worker's output that its end is explained with
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker measures, in this order. name: of its folder and log, unique in a command. ends: no point is
-    begun later (seconds since 1970)."""
+    """What one worker measures, in this order. name: unique in a command. ends: no point is begun later (epoch
+    seconds)."""
 
     name: str
     points: tuple[Planned, ...]

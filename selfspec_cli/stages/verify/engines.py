@@ -151,8 +151,7 @@ def _restore(engine: Engine, cfg: RunConfig) -> None:
 
 
 def _gates(engine: Engine, requests: list[Request]) -> tuple[Gate, ...]:
-    """Every gate of this device, at a threshold that ends about half of this arm's drafts: its median over logged
-    drafts."""
+    """Every gate of this device, at the median of its statistic over logged drafts, which ends about half of them."""
     with engine.recording() as read:
         asking.answers(engine, requests, batch=4)
         log = read()
@@ -184,8 +183,7 @@ def draw(engine: Engine, arm: Arm, wanted: Wanted, name: str, stream: int) -> Dr
 
 
 def _probe_cache(engine: Engine, arm: Arm) -> None:
-    """Go on, without drafts, from the keys and values that drafting has left in the cache: what a draft has spoilt
-    shows."""
+    """Go on, without drafts, from the keys and values that drafting has left: what a draft has spoilt shows."""
     before = arm.mixed
     greedy.perform(engine, before, drafting=True)
     written_by_drafting = [

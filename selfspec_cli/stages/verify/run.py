@@ -69,8 +69,7 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
 
 
 def engine_config(cfg: RunConfig, wanted: Wanted) -> RunConfig:
-    """`cfg` with an engine on which the cases can happen: prefix caching, prompts that are cut, a context that is soon
-    full."""
+    """`cfg` with an engine on which cases can happen: prefix caching, prompts that are cut, a context soon full."""
     engine, model = cfg.engine, cfg.model
     most = THOROUGH_CONTEXT if wanted.thorough else CONTEXT
     budget = max(BUDGET, engine.max_num_seqs * (int(cfg.k or 0) + 1))
@@ -176,8 +175,7 @@ def telling(wanted: Wanted, kind: str) -> Wanted:
 
 
 def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) -> dict[str, Any]:
-    """One document of all runs. Where every fault was planted, the verdict is of the clean runs, and each fault must be
-    named."""
+    """One document of all runs. Of all faults planted in turn, each must be named; the verdict is of the clean runs."""
     if wanted.plant != EVERY:
         return finished([one for _, one in found], wanted.batch_invariant)
     document = finished([one for kind, one in found if kind is None], wanted.batch_invariant)
@@ -212,8 +210,7 @@ def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, An
 
 
 def save(document: dict[str, Any], results: Path) -> dict[str, Any]:
-    """Write a document to `results`/verify, where reports look for an arm's verdict; a planted fault is in the file's
-    name."""
+    """Write a document to `results`/verify, where reports look for an arm's verdict; names of planted faults differ."""
     run_id = new_run_id()
     name = document["arm_key"] if document["planted"] in (None, EVERY) else f"planted-{document['planted']}"
     file = results / quality.VERDICTS / f"{name}-{run_id}.json"

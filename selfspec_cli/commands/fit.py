@@ -79,7 +79,7 @@ def fit_heads(
 
 
 def to_fit(points: Sequence[RunConfig]) -> tuple[RunConfig, dict[str, Any]]:
-    """The point of a grid whose model, engine and workload count, and the arguments of `fit.run` that the grid settles;
+    """The point of a grid whose model, engine and workload count, and fields of `fit.Request` that the grid settles;
     the lens is always among the heads. Raises ConfigError: points of several models or engines, a point without a
     layer, a head given as a file, or nothing that needs a fit."""
     for cfg in points:
@@ -115,7 +115,7 @@ def _fit(
     from selfspec_cli.stages import fit
 
     with on_engines(out, name, cfg, is_tracked=False) as stage:
-        fitted = fit.run(cfg, **request, pairs=pairs, ridge=ridge, corpus=corpus, **stage)
+        fitted = fit.run(cfg, fit.Request(**request, pairs=pairs, ridge=ridge, corpus=corpus), **stage)
     warn(fitted.warnings)
     return fitted
 

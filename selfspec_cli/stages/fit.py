@@ -38,11 +38,11 @@ class Request:
     """What to fit. heads: short names (`HeadSpec`), the lens among them only to be compared. pairs: (hidden state,
     target). ridge: relative; None is chosen. vocabularies: as `RunConfig.vocab`, besides the full one."""
 
-    layers: tuple[int, ...]
-    heads: tuple[str, ...] = ("lens", "lsq")
+    layers: Sequence[int]
+    heads: Sequence[str] = ("lens", "lsq")
     pairs: int = 50_000
     ridge: float | None = None
-    vocabularies: tuple[str, ...] = ()
+    vocabularies: Sequence[str] = ()
     corpus: str = "stdlib"
 
 
@@ -56,18 +56,10 @@ class FitResult:
 
 
 def run(
-    cfg: RunConfig,
-    *,
-    layers: Sequence[int],
-    pairs: int = 50_000,
-    heads: Sequence[str] = ("lens", "lsq"),
-    open_engine: OpenEngine = open_engine,
-    progress: Progress = ignore,
-    **more: Any,
+    cfg: RunConfig, request: Request, *, open_engine: OpenEngine = open_engine, progress: Progress = ignore
 ) -> FitResult:
-    """Fit `heads` at `layers` on `pairs` pairs, on an engine of its own. more: further fields of `Request`. Raises
-    ConfigError, SettingsError, FitError: what is asked for is not there, or data that no fit can use."""
-    request = Request(tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(heads)), pairs, **more)
+    """Fit heads on an engine of its own. Raises ConfigError, SettingsError, FitError: what is asked for is not there,
+    or no fit can use the data."""
     check(cfg, request)
     corpus = corpora.load(request.corpus)
     start = time.perf_counter()

@@ -74,12 +74,15 @@ def fits(monkeypatch):
     """What reaches the stage that fits heads."""
     asked = {}
 
-    def run(cfg, **more):
-        asked.update(more, path=cfg.model.path)
-        head = {"layer": 2, "kind": "lsq", "head": more["heads"][1], "vocab": more["vocabularies"][-1]}
+    def Request(**fields):
+        return fields
+
+    def run(cfg, request, **more):
+        asked.update(request, path=cfg.model.path, **more)
+        head = {"layer": 2, "kind": "lsq", "head": request["heads"][1], "vocab": request["vocabularies"][-1]}
         return Fitted([head | {"agreement": 0.5, "path": "heads/a"}], ["a chat model"])
 
-    stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
+    stand_in(monkeypatch, "selfspec_cli.stages.fit", run, Request)
     return asked
 
 

@@ -460,9 +460,6 @@ def test_an_interrupt_exits_with_130_and_says_what_the_same_command_does_then(en
     assert result.stderr.splitlines()[-1].endswith(then)
 
 
-# ---- selfspec ppl and eval ----
-
-
 def finding(kind, found, **arm):
     named = {"arm": "skip", "E": 4, "head": "lens"} | arm
     return Finding(kind, "a" * 12, "r", "t", "d", named, "b" * 12, {"corpus": "stdlib"}, found)
@@ -539,9 +536,6 @@ def test_a_dry_run_names_the_arms_and_starts_nothing(asked, model, command):
     assert shown["arms"] == ["baseline", f"{arm}4.0", f"{arm}5.0"]
     assert asked == {}
     assert "baseline" in call(command, *words[:-1]).stdout
-
-
-# ---- the process ----
 
 
 @pytest.mark.slow

@@ -280,9 +280,6 @@ def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
     assert cores.shares(some, cores.Moment(100 * HERTZ, 10 * HERTZ, 91 * HERTZ))["cpu_others"] == 0.0
 
 
-# ---- latencies of requests ------------------------------------------------------------------------------------------
-
-
 def test_percentiles_are_over_all_requests():
     requests = [RequestTimes(0.0, (number / 100,), 1) for number in range(1, 101)]
     columns = summary(requests)

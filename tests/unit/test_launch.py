@@ -67,9 +67,6 @@ def ran(place):
     return Counter((place / "measured").read_text().split("\n")[:-1])
 
 
-# ---- cutting
-
-
 def test_a_family_is_dealt_out_with_its_baseline_in_each_unit():
     todo = planning.plan(asked(layers=(2, 3, 4, 5, 6)))
     found = work.cut(todo.families, 2)
@@ -99,9 +96,6 @@ def test_a_unit_takes_as_many_gpus_as_its_model_is_divided_among():
     cfg = replace(asked(layers=(2,))[0], model=ModelConfig(tensor_parallel_size=4))
     (unit,) = work.cut(planning.plan([cfg]).families, 1)
     assert unit.gpus == 4
-
-
-# ---- devices
 
 
 def test_no_gpu_is_held_twice_and_a_unit_of_many_gets_its_own(monkeypatch):
@@ -149,9 +143,6 @@ def test_cores_near_a_gpu_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(work, "own_cores", lambda: [2, 3, 4, 8])
     assert work.near_cores("0") == [2, 3, 8]
     assert work.of_gpus(["0", "1"]) == {"CUDA_VISIBLE_DEVICES": "0,1", work.CORES: "2,3,8"}
-
-
-# ---- workers
 
 
 @pytest.mark.slow

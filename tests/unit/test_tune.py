@@ -506,9 +506,6 @@ def test_two_vocabularies_of_one_name_are_two(tmp_path, monkeypatch):
     assert names[0] == names[2] != names[1]
 
 
-# ---- roc
-
-
 @pytest.mark.parametrize("gate", features())
 @pytest.mark.parametrize("at_stake", [False, True])
 def test_the_area_is_the_chance_that_an_accepted_token_scores_higher(gate, at_stake):

@@ -235,9 +235,6 @@ def test_batch_invariant_engines_choose_no_kernel_by_timing(given, wanted):
     assert run.engine_config(cfg, Wanted()).engine.extra.get(run.COMPILATION) == given
 
 
-# ---- the command
-
-
 @pytest.fixture
 def given(monkeypatch, tmp_path):
     """Runs end with this verdict; what was asked of them is kept."""

@@ -13,6 +13,15 @@ from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError
 
 
+class Clock:
+    """Stands still until something takes its time."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
 def call(*words):
     return CliRunner().invoke(app, words)
 

@@ -3,8 +3,9 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import call, document, done, model_folder, refused, stand_in
@@ -30,14 +31,6 @@ def model(tmp_path, monkeypatch):
     return f"model={folder}"
 
 
-@dataclass
-class Engine:
-    cfg: object
-
-    def set_gate(self, kind, threshold):
-        pass
-
-
 @pytest.fixture
 def engines(monkeypatch):
     """Stand-ins for selfspec_cli.engine.live and stages.measure, so that no vLLM is imported; the engines opened."""
@@ -47,7 +40,7 @@ def engines(monkeypatch):
     def open_engine(cfg):
         print("noise from a library")
         opened.append(cfg)
-        yield Engine(cfg)
+        yield SimpleNamespace(set_gate=lambda *_: None)
 
     def bench(cfg, engine, progress):
         if cfg.threshold == 6 and cfg.method is not Method.baseline:
@@ -62,13 +55,6 @@ def engines(monkeypatch):
     return opened
 
 
-@dataclass
-class Fitted:
-    reports: list
-    warnings: list = field(default_factory=list)
-    seconds: float = 1.0
-
-
 @pytest.fixture
 def fits(monkeypatch):
     """What reaches the stage that fits heads."""
@@ -80,7 +66,7 @@ def fits(monkeypatch):
     def run(cfg, request, **more):
         asked.update(request, path=cfg.model.path, **more)
         head = {"layer": 2, "kind": "lsq", "head": request["heads"][1], "vocab": request["vocabularies"][-1]}
-        return Fitted([head | {"agreement": 0.5, "path": "heads/a"}], ["a chat model"])
+        return fit.FitResult([head | {"agreement": 0.5, "path": "heads/a"}], 1.0, ["a chat model"])
 
     stand_in(monkeypatch, "selfspec_cli.stages.fit", run, Request)
     return asked

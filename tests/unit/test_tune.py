@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from commands import Clock
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli import interrupts
@@ -92,15 +93,6 @@ class FakeEngine:
         for name in ("rounds", "steps", "drafted"):
             own[name] *= share
         return Generation(outputs, seconds, [], counts, own)
-
-
-class Clock:
-    """Stands still until something takes its time."""
-
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 def counters_of(lengths):

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from commands import call, done, refused
+from commands import call, done, refused, until
 from points import measured
 
 from selfspec_cli.commands import measuring
@@ -212,10 +212,8 @@ def test_a_killed_drivers_sweep_goes_on_in_a_copy_of_its_folder_with_the_same_ro
     words = ["sweep", "layer=2,3,4,6", "launcher=joblib", f"results_dir={results}"]
     command = [sys.executable, "-m", "selfspec_cli", *words]
     killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while len(folder.read(results)[0]) < 2 and time.monotonic() < until:
-        assert killed.poll() is None
-        time.sleep(0.05)
+    until(lambda: len(folder.read(results)[0]) >= 2 or killed.poll() is not None)
+    assert killed.poll() is None
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     copied = results.with_name("copied")  # to another machine
@@ -224,9 +222,7 @@ def test_a_killed_drivers_sweep_goes_on_in_a_copy_of_its_folder_with_the_same_ro
     finished = [point.config["layer"] for point in kept.values() if point.config["layer"]]
     assert finished
     (pid,) = [int(file.name.removeprefix("pid-")) for file in place.glob("pid-*")]
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    until(lambda: not Path(f"/proc/{pid}").exists())
     before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
     resumed = subprocess.run([*command[:-1], f"results_dir={copied}"], capture_output=True, text=True, check=False)
     assert resumed.returncode == 0, resumed.stderr
@@ -359,8 +355,7 @@ def test_an_interrupt_does_not_wait_for_the_points_in_hand(lab, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "30")
 
     def press():
-        while not list(place.glob("pid-*")):
-            time.sleep(0.05)
+        until(lambda: list(place.glob("pid-*")))
         os.kill(os.getpid(), signal.SIGINT)
 
     user = threading.Thread(target=press, daemon=True)  # it waits for ever where no worker begins
@@ -478,10 +473,8 @@ def test_a_job_that_is_taken_away_three_times_ends_as_one_that_is_not(tmp_path):
 
     draw, results = random.Random(3), tmp_path / "results"
     for number in range(3):
-        running = job(results)
-        until = time.monotonic() + 120
-        while len(folder.read(results)[0]) < 1 + 2 * number and running.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
+        running, least = job(results), 1 + 2 * number
+        until(lambda run=running, least=least: len(folder.read(results)[0]) >= least or run.poll() is not None)
         time.sleep(draw.uniform(0, 0.6))
         os.killpg(running.pid, signal.SIGKILL)
         running.communicate()

@@ -5,13 +5,13 @@ import hashlib
 import json
 import signal
 import threading
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import until
 from openai_server import serve
 
 from selfspec_cli import interrupts
@@ -210,8 +210,7 @@ def test_an_interrupt_keeps_what_had_ended(toy, tmp_path, loader):
 
     def interrupt():
         file = tmp_path / "raw" / "001" / "repeat-1" / "samples.jsonl"
-        while not (file.is_file() and file.read_text().count("\n") > 20):
-            time.sleep(0.05)
+        until(lambda: file.is_file() and file.read_text().count("\n") > 20)
         signal.raise_signal(signal.SIGINT)
 
     thread = threading.Thread(target=interrupt, daemon=True)

@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from commands import call, document, done, refused
+from commands import call, document, done, refused, until
 
 from selfspec_cli import children
 from selfspec_cli.config.schema import LoadConfig
@@ -166,15 +165,10 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
-    until = time.monotonic() + 60
-    while b"prctl" in Path(f"/proc/{child}/cmdline").read_bytes():
-        assert time.monotonic() < until, "the child does not become what it is to be"
-        time.sleep(0.05)
+    until(lambda: b"prctl" not in Path(f"/proc/{child}/cmdline").read_bytes())
     process.kill()
     process.wait()
-    while child in processes(str(tmp_path)):  # it is a child of no process of ours, so nobody leaves it a zombie
-        assert time.monotonic() < until, "the child lives on"
-        time.sleep(0.05)
+    until(lambda: child not in processes(str(tmp_path)))  # a child of no process of ours: nobody leaves it a zombie
 
 
 @pytest.mark.parametrize(
@@ -192,9 +186,6 @@ def test_a_process_is_asked_to_end_also_behind_an_ampersand_and_then_it_is_ended
             process = children.start([sys.executable, "-c", sleeper], out, os.environ)
     finally:
         signal.signal(signal.SIGINT, before)
-    until = time.monotonic() + 60
-    while b"up" not in (tmp_path / "out").read_bytes():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: b"up" in (tmp_path / "out").read_bytes())
     children.end(process, signal.SIGINT, seconds)
     assert process.returncode == -by

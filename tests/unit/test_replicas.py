@@ -3,11 +3,11 @@
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from commands import until
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import ConfigError, EngineConfig, ModelConfig, RunConfig
@@ -159,12 +159,10 @@ def test_what_dies_is_started_again_and_all_end_together(tmp_path):
     servers, front, said = [program("replica0"), program("replica1")], program("router"), []
 
     def user():
-        while not any("2 replicas answer" in line for line in said):
-            time.sleep(0.05)
+        until(lambda: any("2 replicas answer" in line for line in said))
         before = answered(servers[0])
         die(servers[0])
-        while not any("started again" in line for line in said):
-            time.sleep(0.05)
+        until(lambda: any("started again" in line for line in said))
         said.append(f"another process: {answered(servers[0]) != before}")
         replicas.os.kill(replicas.os.getpid(), signal.SIGTERM)
 

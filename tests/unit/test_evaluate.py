@@ -21,8 +21,8 @@ import itertools
 
 from lm_eval import tasks
 
-from selfspec_cli.engine.harness import LiveModel
 from selfspec_cli.stages import evaluate
+from selfspec_cli.stages.evaluate import LiveModel
 
 ROOT = Path(__file__).parents[2]
 BASELINE = RunConfig(method=Method.baseline)

@@ -211,10 +211,13 @@ def _score(passage: Passage, logprobs: Sequence[Any]) -> Score:
 
 
 def complete(
-    engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any], progress: Progress = ignore
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[Mapping[str, Any]], progress: Progress = ignore
 ) -> list[str]:
-    """The text that each prompt is continued with, without the stop string. params: vLLM's SamplingParams of each."""
-    return [str(output.outputs[0].text) for output in _outputs(engine, prompts, params, "completed", progress)]
+    """The text that each prompt is continued with, without the stop string. params: of vLLM's SamplingParams."""
+    from vllm import SamplingParams
+
+    asked = [SamplingParams(**one) for one in params]
+    return [str(output.outputs[0].text) for output in _outputs(engine, prompts, asked, "completed", progress)]
 
 
 def _outputs(

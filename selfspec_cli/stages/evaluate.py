@@ -92,24 +92,18 @@ class LiveModel(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Continuations until a stop string, end-of-text or the task's limit; of a long context the end is kept."""
-        from vllm import SamplingParams
-
-        prompts, params = [], []
+        prompts: list[list[int]] = []
+        params: list[dict[str, Any]] = []
         for number, (context, asked) in enumerate(request.args for request in requests):
             wanted = dict(normalize_gen_kwargs(asked, GENERATED))
             tokens = min(int(wanted["max_gen_toks"]), self.room)
             ids = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(ids[-(self.engine.max_model_len - tokens) :])
             temperature = float(wanted.get("temperature") or 0.0)
-            params.append(
-                SamplingParams(
-                    max_tokens=tokens,
-                    temperature=temperature,
-                    seed=self.engine.cfg.seed + number if temperature else None,
-                    stop=[word for word in wanted["until"] if word] or None,
-                    **{name: value for name, value in wanted.items() if name not in OWN_WORDS},
-                )
-            )
+            own: dict[str, Any] = {"max_tokens": tokens, "temperature": temperature}
+            own["seed"] = self.engine.cfg.seed + number if temperature else None
+            own["stop"] = [word for word in wanted["until"] if word] or None
+            params.append({name: value for name, value in wanted.items() if name not in OWN_WORDS} | own)
         return complete(self.engine, prompts, params, self.progress)
 
 

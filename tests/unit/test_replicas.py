@@ -41,6 +41,7 @@ def host(monkeypatch):
     monkeypatch.setattr(machine, "visible_gpus", lambda: ["NVIDIA H100"] * 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
     monkeypatch.setattr(replicas.shutil, "which", lambda name: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray, where a test has used it, leaves a handler that ends pytest
 
 
 def test_words_about_replicas_are_not_settings_of_a_model():

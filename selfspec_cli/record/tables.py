@@ -227,7 +227,7 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
 
 
 SEARCHED = "slo"
-"""What `Point.engine` holds of a search for the greatest load that keeps limits (stages/slo.py)."""
+"""What `Point.engine` holds of a search for the greatest load that keeps limits (stages/load.py)."""
 
 
 def searched(point: Point, row: Record) -> str | None:

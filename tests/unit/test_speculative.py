@@ -20,8 +20,7 @@ from selfspec_cli.config.schema import (
     RunConfig,
     dump,
 )
-from selfspec_cli.engine.arguments import shallow_model, speculative_config
-from selfspec_cli.engine.deployment import deployment
+from selfspec_cli.engine.deployment import deployment, shallow_model, speculative_config
 from selfspec_cli.record import tables
 from selfspec_cli.report.rows import fastest, headline, label
 from selfspec_cli.stages import preflight

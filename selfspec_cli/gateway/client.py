@@ -7,8 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from selfspec_cli.gateway.errors import GatewayError, invalid, unavailable
-from selfspec_cli.gateway.events import END_OF_STREAM, written
+from selfspec_cli.gateway.wire import END_OF_STREAM, GatewayError, invalid, unavailable, written
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from selfspec_cli import __version__
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.errors import GatewayError, bad_request, invalid
 from selfspec_cli.gateway.policies import POLICIES
+from selfspec_cli.gateway.wire import GatewayError, bad_request, invalid
 
 if TYPE_CHECKING:
     from selfspec_cli.gateway.cache import AnswerCache

@@ -14,11 +14,12 @@ from typing import Any
 import aiohttp
 import pandas
 
-from selfspec_cli.gateway import packed, server
+from selfspec_cli.gateway import server
 from selfspec_cli.gateway.backends.base import log_of
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.supervisor import Supervisor
+from selfspec_cli.gateway.wire import loads
 
 START_SECONDS = 420.0
 PROMPTS = (
@@ -155,7 +156,7 @@ async def ask(
     async with session.post(f"{url}/v1/completions", json=body | {"stream": True, "selfspec": wishes}) as response:
         async for line in response.content:
             if line.startswith(b"data: {"):
-                found = packed.loads(line[6:])
+                found = loads(line[6:])
                 if "error" in found:
                     raise DemoFailed(found["error"]["message"])
                 text += "".join(choice.get("text") or "" for choice in found["choices"])
@@ -180,4 +181,4 @@ def routes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rows(gateway: Gateway) -> list[dict[str, Any]]:
-    return [packed.loads(line) for line in gateway.log.file.read_bytes().splitlines()]
+    return [loads(line) for line in gateway.log.file.read_bytes().splitlines()]

@@ -15,10 +15,9 @@ from selfspec_cli.config.paths import read_yaml
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.backends import BACKENDS
-from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.limits import digest_of, is_digest
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.settings import GatewaySettings, checked
 
 
 def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from selfspec_cli.gateway.database import database
-from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.settings import KeySettings
+from selfspec_cli.gateway.wire import GatewayError, unavailable
 
 EVERYBODY = "everybody"
 DAY = 86_400

@@ -15,14 +15,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from selfspec_cli import children, terminal
-from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import log_of, serve_command, without_v1
-from selfspec_cli.gateway.load import Counts, between, read
-from selfspec_cli.gateway.replica import Replica, State
+from selfspec_cli.gateway.replica import Counts, Replica, State, between, read
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import FEW
 from selfspec_cli.gateway.upstream import BackendFailed, Upstream, address, key_of, prepared
+from selfspec_cli.gateway.wire import loads
 
 POLL_SECONDS = 1.0  # between two looks at a vLLM server's /health and /metrics
 OTHERS_SECONDS = 10.0  # likewise at the models of any other backend
@@ -199,7 +198,7 @@ class Supervisor:
             if named is None or error.status not in UNLISTED:
                 raise
             return (named,)
-        return (named,) if named else tuple(str(entry["id"]) for entry in packed.loads(raw)["data"])
+        return (named,) if named else tuple(str(entry["id"]) for entry in loads(raw)["data"])
 
     async def _learn_models(self, replica: Replica) -> None:
         replica.models = await self._listed(replica)

@@ -11,8 +11,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import Outcome
 from selfspec_cli.record.gateway_log import Gain
 
 COLLECTOR = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")

@@ -16,14 +16,12 @@ from urllib.parse import urlsplit
 import aiohttp
 from yarl import URL
 
-from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import without_v1
-from selfspec_cli.gateway.errors import bad_request, unavailable
-from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import RESPONSES, Request
 from selfspec_cli.gateway.settings import LimitSettings
+from selfspec_cli.gateway.wire import BrokenStream, bad_request, dumps, unavailable
 
 OWN_FAULT = (401, 403, 407)
 """The gateway's key for that backend is wrong: no client sees the error, another backend is asked."""
@@ -118,7 +116,7 @@ class Upstream:
             BackendFailed: no answer, or an error of the backend's. Refused: HTTP 4xx.
         """
         try:
-            raw = packed.dumps(body)
+            raw = dumps(body)
         except ValueError as error:
             raise bad_request(f"the body cannot be handed on: {error}") from error
         seconds = self.limits.first_byte_seconds if seconds is None else seconds

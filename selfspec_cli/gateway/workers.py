@@ -26,10 +26,9 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import server
-from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.server import DRAIN_SECONDS, Say
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.settings import GatewaySettings, checked
 from selfspec_cli.gateway.telemetry import FILES
 
 AGAIN_SECONDS = 0.5  # after which a worker that has ended is started anew

@@ -16,14 +16,14 @@ from typing import Any
 import aiohttp
 from fake import Fake, answer
 
-from selfspec_cli.gateway import breaker, server, supervisor
+from selfspec_cli.gateway import replica, server, supervisor
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, KeySettings, LedgerSettings, LimitSettings
 
 QUICK = LimitSettings(first_byte_seconds=20.0, stall_seconds=20.0, queue_seconds=0.3)
 supervisor.POLL_SECONDS = 0.05
 supervisor.OTHERS_SECONDS = 0.2
-breaker.OPEN_SECONDS = 0.3
+replica.OPEN_SECONDS = 0.3
 
 
 @dataclass

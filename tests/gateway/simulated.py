@@ -18,10 +18,9 @@ from typing import Any
 
 from scipy.optimize import brentq
 
-from selfspec_cli.gateway.load import Load, between, read
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import Chooser
-from selfspec_cli.gateway.replica import Flight, Replica, State
+from selfspec_cli.gateway.replica import Flight, Load, Replica, State, between, read
 from selfspec_cli.gateway.request import Request as Asked
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
 

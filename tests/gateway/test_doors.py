@@ -14,7 +14,7 @@ import pytest
 from fake import Fake, answer
 from running import ANN, BOB, PROMPT, QUICK, TENANTS, WANTED, running
 
-from selfspec_cli.gateway import core, doors, server
+from selfspec_cli.gateway import core, server
 from selfspec_cli.gateway import request as requests
 
 
@@ -42,7 +42,7 @@ async def test_the_key_is_looked_at_before_the_body(tmp_path, path):
 
 
 async def test_heads_that_are_too_large_or_too_slow_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(doors, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
     async with running([Fake("a")], tmp_path) as on:
         large = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"x-a: " + b"y" * 200_000 + b"\r\n\r\n"
         assert (await talk(on, large)).startswith(b"HTTP/1.1 431")

@@ -14,10 +14,9 @@ from aiohttp import web
 from fake import Fake, answer
 from running import QUICK, running, until
 
-from selfspec_cli.gateway import breaker, upstream
-from selfspec_cli.gateway.breaker import LEAST_FAILURES
+from selfspec_cli.gateway import replica, upstream
 from selfspec_cli.gateway.client import Client, watch
-from selfspec_cli.gateway.replica import State
+from selfspec_cli.gateway.replica import LEAST_FAILURES, State
 from selfspec_cli.gateway.settings import KeySettings, LimitSettings
 from selfspec_cli.gateway.timing import FEW
 
@@ -140,7 +139,7 @@ async def test_where_all_fail_the_client_is_told_which(tmp_path):
 
 
 async def test_the_breaker_opens_and_closes(tmp_path, monkeypatch):
-    monkeypatch.setattr(breaker, "OPEN_SECONDS", 2.0)  # longer than four requests take
+    monkeypatch.setattr(replica, "OPEN_SECONDS", 2.0)  # longer than four requests take
     async with running([Fake("a", refuse=500), Fake("b")], tmp_path) as on:
         for _ in range(4):
             await on.post(PROMPT)
@@ -148,7 +147,7 @@ async def test_the_breaker_opens_and_closes(tmp_path, monkeypatch):
         assert asked == LEAST_FAILURES  # then it is left alone
         assert 'backend_up{backend="a"} 0.0' in (await on.get("/metrics"))[1]
         on.fakes["a"].refuse = None
-        await asyncio.sleep(breaker.OPEN_SECONDS + 0.05)
+        await asyncio.sleep(replica.OPEN_SECONDS + 0.05)
         assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "a"
         assert 'backend_up{backend="a"} 1.0' in (await on.get("/metrics"))[1]
 
@@ -379,7 +378,7 @@ async def test_a_client_that_does_not_send_its_whole_request_holds_no_place(tmp_
 
 
 async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(breaker, "LEAST_FAILURES", 1000)
+    monkeypatch.setattr(replica, "LEAST_FAILURES", 1000)
     monkeypatch.setattr(upstream, "CONNECT_SECONDS", 50)
     fakes = [Fake("a", first=0.3), Fake("b", first=0.3, die_after=5, times=25)]
     patient = LimitSettings(first_byte_seconds=50, stall_seconds=50)

@@ -13,18 +13,16 @@ from fake import Fake
 from running import running, until
 from simulated import begun
 
-from selfspec_cli.gateway import demo, queues
+from selfspec_cli.gateway import demo, routing
 from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.continuation import Answer, Way, by_ids
-from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.limits import DAY, Meter
-from selfspec_cli.gateway.load import Load, between, read
-from selfspec_cli.gateway.log import RequestLog
-from selfspec_cli.gateway.queues import Batch, Places
-from selfspec_cli.gateway.replica import Replica, State
-from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.replica import Load, Replica, State, between, read
+from selfspec_cli.gateway.request import Request, RequestLog
+from selfspec_cli.gateway.routing import Batch, Places
 from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSettings
 from selfspec_cli.gateway.timing import FEW, Curve, Timing
+from selfspec_cli.gateway.wire import GatewayError
 from selfspec_cli.record.gateway_log import Ledger
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
@@ -146,7 +144,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize(("enough", "deadline", "why"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])
 async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(tmp_path, monkeypatch, enough, deadline, why):
-    monkeypatch.setattr(queues, "ENOUGH", enough)
+    monkeypatch.setattr(routing, "ENOUGH", enough)
     async with running([Fake("a", step=0.2)], tmp_path) as on:
         busy = asyncio.ensure_future(on.post(PROMPT | {"max_tokens": 8}))
         await asyncio.sleep(0.1)

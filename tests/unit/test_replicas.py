@@ -14,10 +14,10 @@ from selfspec_cli.config.schema import ConfigError, EngineConfig, ModelConfig, R
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import ServerError, ask, free_port
 from selfspec_cli.gateway import files
-from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.limits import Keys, Meter
 from selfspec_cli.gateway.supervisor import replica
 from selfspec_cli.gateway.upstream import key_of
+from selfspec_cli.gateway.wire import GatewayError
 from selfspec_cli.stages import replicas
 from selfspec_cli.stages.launch import devices
 

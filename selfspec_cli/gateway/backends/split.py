@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address, without_v1
-from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS
 from selfspec_cli.gateway.settings import BackendSettings
+from selfspec_cli.gateway.wire import BrokenStream, loads
 
 REMOTE = {
     "do_remote_decode": True,
@@ -48,7 +47,7 @@ async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]
     async with upstream.post(replica, path, first, {}, base=base) as response:
         raw = await upstream.whole(response, upstream.limits.first_byte_seconds)
     try:
-        where = packed.loads(raw).get("kv_transfer_params")
+        where = loads(raw).get("kv_transfer_params")
     except (ValueError, AttributeError) as error:
         raise BrokenStream("what came from the server that prefills is no answer") from error
     return {**body, "kv_transfer_params": where} if where else body

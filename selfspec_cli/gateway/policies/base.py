@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import SloSettings
+from selfspec_cli.gateway.settings import SloSettings, checked
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,6 @@ class AnswerCache:
                 self._db.executemany("DELETE FROM answer WHERE id = ?", least)
 
     def _remove(self, which: str, values: Sequence[Any]) -> bool:
-        """Remove these answers; whether there were any."""
         return self._db.execute(f"DELETE FROM answer WHERE {which}", values).rowcount > 0
 
     def evict(self, entry: str, tenant: str | None) -> bool:

@@ -21,18 +21,13 @@ class Vanished(Exception):
 
 
 class Memory:
-    """Bytes of bodies that are in the gateway at once, of all requests."""
+    """Bytes of the bodies of all requests that are in the gateway at once, and how many may be."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.held = most, 0
+    most = held = 0
 
     async def read(self, receive: Receive, most: int, seconds: float) -> bytes:
-        """The body of a request, which is held until `free` is called with its length.
-
-        Raises:
-            GatewayError: more than `most` bytes (413), no room for it (503), or not there after `seconds` (408).
-            Vanished: the client is gone.
-        """
+        """The body of a request, held until `free` is called with its length. Raises Vanished, and GatewayError for
+        more than `most` bytes (413), no room for it (503), or not there after `seconds` (408)."""
         parts: list[bytes] = []
         size, more = 0, True
         try:
@@ -58,7 +53,6 @@ class Memory:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def free(self, size: int) -> None:
-        """So many bytes are needed no longer."""
         self.held -= size
 
 
@@ -73,7 +67,6 @@ class Client:
         self.waits_since: float | None = None
 
     async def begin(self, status: int, kind: bytes) -> None:
-        """Send the head."""
         await self.hand_on({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
 
     async def part(self, data: bytes, more: bool = True) -> None:
@@ -95,10 +88,9 @@ class Client:
         await self._send(message)
         self.waits_since = None
 
-    async def whole(self, status: int, data: bytes, kind: bytes = JSON) -> None:
-        """Send an answer in one piece."""
+    async def whole(self, status: int, data: bytes) -> None:
         self.headers["content-length"] = str(len(data))
-        await self.begin(status, kind)
+        await self.begin(status, JSON)
         await self.part(data, more=False)
 
     async def fail(self, error: GatewayError, named: bool = False) -> None:

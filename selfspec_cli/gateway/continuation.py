@@ -29,46 +29,17 @@ CHANNELS = ("reasoning", "reasoning_content", "content", "refusal", "text")
 """Fields of an event that hold text for the client, in the order in which a server sends them."""
 _IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[\d,\s]*\]')
 """In a JSON text a quote is written \\", so these bytes are keys wherever they occur."""
-_STATE = (
-    "stop",
-    "frequency_penalty",
-    "presence_penalty",
-    "response_format",
-    "structured_outputs",
-    "tools",
-    "functions",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "bad_words",
-    "logits_processors",
-    "thinking_token_budget",
-    "repetition_detection",
-    "watermarking",
-)
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "stop_token_ids",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logit_bias",
-    "vllm_xargs",
-    "priority",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "logprob_token_ids",
-    "return_tokens_as_token_ids",
-    "stream_interval",
-    "user",
-    "cache_salt",
-)
+_STATE = {  # fields that a server keeps something for, which its token ids do not tell
+    *("stop", "bad_words", "frequency_penalty", "presence_penalty", "repetition_detection", "thinking_token_budget"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("tools", "functions", "logits_processors", "watermarking"),
+}
+_SAMPLING = {  # fields that the server gets that goes on
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logit_bias", "allowed_token_ids"),
+    *("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "vllm_xargs", "priority"),
+    *("spaces_between_special_tokens", "logprob_token_ids", "return_tokens_as_token_ids", "stream_interval"),
+    *("user", "cache_salt"),
+}
 
 
 class Way(StrEnum):
@@ -260,7 +231,6 @@ class Answer:
         return COMPLETIONS, body
 
     def at_limit(self) -> bytes:
-        """The event that says that the limit was reached."""
         empty: Mapping[str, Any] = {"delta": {"content": ""}} if self.request.endpoint == CHAT else {"text": ""}
         choice = {"index": 0, **empty, "logprobs": None, "finish_reason": "length"}
         return written(dumps({**(self.head or {}), "choices": [choice]}))

@@ -51,7 +51,7 @@ class Gateway:
         self.telemetry = Telemetry()
         self.tracing = Tracing()
         self.ledger = Ledger()
-        self.memory = Memory(0)
+        self.memory = Memory()
         self.batch = Batch(self.routing.free)
         self.places = Places(lambda request: bool(self.routing.free(request)))
         self.draining = False

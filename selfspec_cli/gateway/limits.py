@@ -45,7 +45,6 @@ class Meter:
                 self._db.execute("DELETE FROM inside WHERE process = ?", (process,))
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     @contextmanager
@@ -55,12 +54,12 @@ class Meter:
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             found = self._db.execute("SELECT requests, tokens, spent, at FROM used WHERE key = ?", (key,)).fetchone()
-            requests, tokens, spent, at = found or (math.inf, math.inf, 0.0, now)
+            *buckets, spent, at = found or (math.inf, math.inf, 0.0, now)
             minutes = max(0.0, now - at) / 60
             used = {"spent": spent if at // DAY == now // DAY else 0.0}
-            rates = (requests, limits.requests_per_minute), (tokens, limits.tokens_per_minute)
-            for name, (left, rate) in zip(BUCKETS, rates, strict=True):
-                used[name] = left if rate is None else min(float(rate), left + minutes * rate)
+            for what, left in zip(BUCKETS, buckets, strict=True):
+                rate = getattr(limits, f"{what}_per_minute")
+                used[what] = left if rate is None else min(float(rate), left + minutes * rate)
             yield key, used
             row = (key, used["requests"], used["tokens"], used["spent"], now)
             self._db.execute("INSERT OR REPLACE INTO used VALUES (?,?,?,?,?)", row)
@@ -72,7 +71,8 @@ class Meter:
             inside = self._db.execute("SELECT coalesce(sum(count), 0) FROM inside WHERE key = ?", (key,)).fetchone()[0]
             if limits.at_once is not None and inside >= limits.at_once:
                 raise _too_much(f"{who}: {limits.at_once} requests at once are allowed", 1.0)
-            for what, rate in zip(BUCKETS, (limits.requests_per_minute, limits.tokens_per_minute), strict=True):
+            for what in BUCKETS:
+                rate = getattr(limits, f"{what}_per_minute")
                 if rate is not None and used[what] < 1:
                     raise _too_much(f"{who}: {rate} {what} a minute are allowed", (1 - used[what]) * 60 / rate)
             if limits.money_per_day is not None and used["spent"] >= limits.money_per_day:
@@ -142,7 +142,6 @@ class Keys:
 
 
 def digest_of(settings: KeySettings) -> str:
-    """The SHA-256 of a configured key."""
     return settings.key.lower() if is_digest(settings.key) else _digest(os.environ[settings.key])
 
 

@@ -213,6 +213,7 @@ class Replica:
     models: tuple[str, ...] = ()
     state: State = State.starting
     load: Load = field(default_factory=Load)
+    counts: Counts | None = None  # of its newest /metrics
     timing: Timing = field(default_factory=Timing)
     now: Callable[[], float] = time.monotonic
     draining: bool = False
@@ -282,10 +283,11 @@ class Replica:
         """Its /metrics is asked for: (our requests there, how many there ever were), for `looked`."""
         return len(self.flights), self.begun
 
-    def looked(self, before: tuple[int, int], load: Load) -> None:
+    def looked(self, before: tuple[int, int], counts: Counts) -> None:
         """It has answered. Those that were sent meanwhile may be in what it says, as a busy server takes its time: they
         are ours, and not others'."""
-        self.load, self.in_flight_at_look = load, before[0] + self.begun - before[1]
+        load = self.load = between(self.counts, counts, self.load)
+        self.counts, self.in_flight_at_look = counts, before[0] + self.begun - before[1]
         if load.step is not None and load.running:
             self.timing.learn_step(load.running, load.step / load.work, self.beside())
 

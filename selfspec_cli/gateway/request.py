@@ -246,7 +246,6 @@ class Outcome:
         self.expected_ttft, self.expected_tpot = (None, None) if found is None else (passed + found.ttft, found.tpot)
 
     def usage(self, found: Any) -> None:
-        """Take the tokens of an answer's `usage`."""
         if isinstance(found, dict):
             self.prompt_tokens = _count(found.get("prompt_tokens"), self.prompt_tokens)
             self.tokens = _count(found.get("completion_tokens"), self.tokens)

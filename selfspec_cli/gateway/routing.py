@@ -38,6 +38,10 @@ class Routing:
         self.settings = settings
         self.choosers: dict[str, Chooser] = {}
 
+    def models(self) -> list[str]:
+        """Every name that a client may use for a model; `auto` leaves the choice of the model to the gateway too."""
+        return list(dict.fromkeys(name for one in self.replicas for name in (*one.models, *one.settings.serves)))
+
     def up(self, request: Request) -> list[Replica]:
         """Backends for the model of a request that take requests, whether or not they have failed recently."""
         return [replica for replica in self.replicas if replica.takes(request.model) and replica.up()]
@@ -64,20 +68,15 @@ class Routing:
         return self.choosers[name]
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
-        """The order in which these backends are tried for a request."""
         return self.chooser(request.policy or self.settings.policy).choose(request, replicas)
 
     def check_model(self, request: Request) -> None:
         """Raises GatewayError (404, 503, 400) for a model or a backend that is not known."""
         if not any(replica.takes(request.model) for replica in self.replicas):
-            known = dict.fromkeys(
-                name for replica in self.replicas for name in (*replica.models, *replica.settings.serves)
-            )
-            problem = closest(request.model, known or ("none yet",), "model")
+            problem = closest(request.model, self.models() or ("none yet",), "model")
             if missing := [replica.name for replica in self.replicas if not replica.models]:
-                raise unavailable(
-                    f"{problem}; not up yet: {', '.join(missing)}", param="model", logged="no such model yet"
-                )
+                problem += f"; not up yet: {', '.join(missing)}"
+                raise unavailable(problem, param="model", logged="no such model yet")
             raise invalid(problem, 404, param="model", code="model_not_found", logged="no such model")
         names = [replica.name for replica in self.replicas]
         if request.backend is not None and request.backend not in names:
@@ -116,10 +115,9 @@ class Routing:
 
     def judged(self, tenant: str, request_id: str, quality: float) -> bool:
         """A tenant judged an answer that it got, 0 to 1; False where the request is not known (any more)."""
-        found = self.routes.get((tenant, request_id))
-        if found is None:
+        if (tenant, request_id) not in self.routes:
             return False
-        request, route = found
+        request, route = self.routes[tenant, request_id]
         self.chooser(self.settings.policy)
         for chooser in self.choosers.values():
             for replica in self.replicas:

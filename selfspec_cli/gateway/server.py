@@ -85,7 +85,6 @@ class Doors(HttpToolsProtocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP."""
         self._refuse("400 Bad Request")
 
     def _wait(self) -> None:

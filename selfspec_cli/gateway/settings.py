@@ -138,11 +138,8 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def checked(schema: Any, content: Any, place: str) -> Any:
-    """An instance of a dataclass of knobs. place: what its keys begin with in messages, such as `limits.`.
-
-    Raises:
-        ConfigError: a key that is not known, or a value of another type or out of its range.
-    """
+    """An instance of a dataclass of knobs. place: what its keys begin with in messages, such as `limits.`. Raises
+    ConfigError for a key that is not known, or a value of another type or out of its range."""
     if not isinstance(content, dict):
         raise ConfigError(f"{place.rstrip('.') or 'gateway'}: a mapping of settings is needed, not {content!r}")
     hints, known = get_type_hints(schema), [column.name for column in fields(schema)]

@@ -62,7 +62,6 @@ class Telemetry:
         self.gain = gauge("gain", "plain over routed: seconds or money a token", labels)
 
     def ended(self, out: Outcome) -> None:
-        """Count one request."""
         route = out.route or "none"
         self.requests.labels(route, out.reason or "none", out.request.kind, str(out.status)).inc()
         self.cache.labels(out.cache).inc()
@@ -91,7 +90,6 @@ class Telemetry:
             self.lost.inc(out.lost)
 
     def gains(self, found: Sequence[Gain]) -> None:
-        """What the ledger says."""
         for one in found:
             for bound, value in (("gain", one.gain), ("low", one.low), ("high", one.high)):
                 if value is not None:
@@ -150,6 +148,5 @@ class Tracing:
             self._propagator.inject(headers)
 
     def close(self) -> None:
-        """Send what is left."""
         if self._provider is not None:
             self._provider.shutdown()

@@ -44,7 +44,6 @@ class Line:
         return float(np.maximum(0.0, self.weights) @ x)
 
     def learn(self, x: Sequence[float], y: float) -> None:
-        """One pair that was measured."""
         moved = self._spread @ x
         gain_below = FORGET + moved @ x
         self.weights += moved / gain_below * (y - self.weights @ x)

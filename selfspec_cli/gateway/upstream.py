@@ -45,10 +45,8 @@ class Cause(StrEnum):
 
 
 class BackendFailed(Exception):
-    """A backend gave no answer: it was not reached, took too long, or answered with an error of its own.
-
-    retry_after: seconds for which it asks to be left alone.
-    """
+    """A backend gave no answer: it was not reached, took too long, or answered with an error of its own. retry_after:
+    seconds for which it asks to be left alone."""
 
     def __init__(self, message: str, status: int = 502, cause: Cause = Cause.shared, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -85,7 +83,6 @@ class Upstream:
         return self._sessions[method]
 
     async def close(self) -> None:
-        """Close every connection that is kept."""
         for session in self._sessions.values():
             await session.close()
 
@@ -110,11 +107,7 @@ class Upstream:
         seconds: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer whose head has come and says 200. base: of another address than the backend's own. seconds: until
-        then; None takes limits.first_byte_seconds.
-
-        Raises:
-            BackendFailed: no answer, or an error of the backend's. Refused: HTTP 4xx.
-        """
+        then; None takes limits.first_byte_seconds. Raises BackendFailed, and Refused for HTTP 4xx."""
         try:
             raw = dumps(body)
         except ValueError as error:
@@ -182,11 +175,8 @@ class Upstream:
         raise BackendFailed(f"HTTP {status}", status if status in PASSED_ON else 502, cause, _seconds(later))
 
     async def part(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
-        """The next bytes of an answer, empty at its end.
-
-        Raises:
-            BrokenStream: it breaks off, or nothing comes for so many seconds.
-        """
+        """The next bytes of an answer, empty at its end. Raises BrokenStream where it breaks off, or nothing comes for
+        so many seconds."""
         try:
             async with asyncio.timeout(seconds):
                 return await response.content.readany()

@@ -47,7 +47,6 @@ class GatewayError(Exception):
         self.logged = self.message if self.logged is None else self.logged
 
     def body(self) -> bytes:
-        """The JSON that the client gets."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         if self.backend is not None:
             error["backend"] = self.backend
@@ -55,7 +54,6 @@ class GatewayError(Exception):
 
 
 def invalid(message: str, status: int, **more: Any) -> GatewayError:
-    """The client's mistake."""
     return GatewayError(message, status, "invalid_request_error", **more)
 
 

@@ -71,7 +71,6 @@ class Crew:
         self.ending = asyncio.Event()
 
     def tell(self, *processes: asyncio.subprocess.Process) -> None:
-        """Send workers what they have to know."""
         line = json.dumps({"settings": self.settings, "drained": sorted(self.drained)}).encode() + b"\n"
         for process in processes:
             process.stdin.write(line)  # type: ignore[union-attr]
@@ -113,7 +112,6 @@ class Crew:
                 self.say(f"{message['said']}, {self.count} workers")
 
     async def end(self) -> None:
-        """Let all workers end their requests, and wait for them."""
         self.ending.set()
         for process in self.processes.values():
             process.stdin.close()  # type: ignore[union-attr]

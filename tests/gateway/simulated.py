@@ -20,7 +20,7 @@ from scipy.optimize import brentq
 
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import Chooser
-from selfspec_cli.gateway.replica import Flight, Load, Replica, State, between, read
+from selfspec_cli.gateway.replica import Flight, Load, Replica, State, read
 from selfspec_cli.gateway.request import Request as Asked
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
 
@@ -196,7 +196,7 @@ class Server:
         own = BackendSettings(name=self.name, **self.settings)
         self.replica = Replica(own, vllm=True, models=("toy",), state=State.up, now=lambda: 0.0)
         self.replica.load = Load(work=self.engine.work, tokens=self.engine.tokens, drafts=self.engine.k > 0)
-        self.counts = read(self.engine.metrics(self.says))
+        self.replica.counts = read(self.engine.metrics(self.says))
 
     def seconds(self, running: int) -> float:
         """Of a round."""
@@ -206,9 +206,7 @@ class Server:
 
     def tell(self) -> None:
         """The gateway looks at its /metrics."""
-        counts = read(self.engine.metrics(self.says))
-        self.replica.looked(self.replica.look(), between(self.counts, counts, self.replica.load))
-        self.counts = counts
+        self.replica.looked(self.replica.look(), read(self.engine.metrics(self.says)))
 
     def begin(self, at: float) -> None:
         """Begin the next step, if there is anything to do."""

@@ -88,5 +88,4 @@ def check_serve(settings: BackendSettings) -> None:
 
 
 def log_of(settings: BackendSettings, folder: Path) -> Path:
-    """Where the output of its server goes."""
     return folder / f"backend-{settings.name}.log"

@@ -38,7 +38,6 @@ def check(settings: BackendSettings) -> None:
 
 
 def command(settings: BackendSettings, port: int) -> list[str]:
-    """vllm-router over the replicas."""
     replicas = _replicas(settings)
     more = [word for word in settings.words if word not in replicas and not word.startswith("program=")]
     return [_program(settings), "--worker-urls", *replicas, "--host", "127.0.0.1", "--port", str(port), *more]

@@ -1,8 +1,6 @@
 """The cache of answers: a SQLite file by a hash of what shapes an answer, calls that equal requests share, and answers
 as one document and as a stream."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import secrets

@@ -1,7 +1,5 @@
 """The client's side of one request, in plain ASGI."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping

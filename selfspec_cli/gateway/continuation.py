@@ -8,8 +8,6 @@ greedy, and what the client has is left out; it is compared first. Anything else
 state, several answers at once, and an answer of which a part of a tool call has been sent.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

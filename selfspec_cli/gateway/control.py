@@ -1,11 +1,9 @@
 """The control surface, by FastAPI: models, health, metrics, routes, feedback, drain, the settings."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,12 +13,10 @@ from starlette.exceptions import HTTPException
 
 from selfspec_cli import __version__
 from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.gateway.cache import AnswerCache
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.wire import GatewayError, bad_request, invalid
-
-if TYPE_CHECKING:
-    from selfspec_cli.gateway.cache import AnswerCache
 
 MOST_SAID = 200  # characters of a wrong value
 LOOK = ["GET", "HEAD"]

@@ -1,7 +1,5 @@
 """The gateway: what it knows, and the way of one request through it."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sqlite3

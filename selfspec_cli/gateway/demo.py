@@ -1,7 +1,5 @@
 """`selfspec gateway demo`: real servers on the CPU, traffic, a server killed in mid-answer, and what routing gained."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

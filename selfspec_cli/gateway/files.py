@@ -1,7 +1,5 @@
 """How a file of settings and overrides become a gateway's settings, every key known and every value checked."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Who may ask, and how much: keys by their SHA-256, and limits for each of them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -9,8 +9,6 @@ asking -> ended for an answer in one piece or a refusal; asking -> sending -> en
 -> sending for each backend that breaks off. A failure leaves the state as it is, and the next backend is tried.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """One request: what a client sent and wishes, what became of it, and the log with a row of each."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Which backends a request can go to, who chooses among them, and what is learnt from its answer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence

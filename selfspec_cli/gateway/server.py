@@ -1,7 +1,5 @@
 """A gateway that serves: made of its settings, run by uvicorn, and ended without losing a request."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

@@ -3,8 +3,6 @@
 No secret is in settings, because they name the variables that hold keys, so they may be shown as they are.
 """
 
-from __future__ import annotations
-
 import types
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass

@@ -1,7 +1,5 @@
 """Backends over time: started or adopted, found healthy, warmed up, looked at once a second, ended."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """What the gateway counts, for Prometheus at /metrics, and spans for OpenTelemetry where a collector is configured."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

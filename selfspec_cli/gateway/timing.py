@@ -10,8 +10,6 @@ through what was measured: the time between two events of answers under way, and
 step will take.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

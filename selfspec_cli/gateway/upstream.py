@@ -1,7 +1,5 @@
 """Asking a backend: one HTTP client for all, and what counts as a failure of the backend's."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """What goes over the wire: JSON, errors in OpenAI's form, and server-sent events (WHATWG HTML, section 9.2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -9,8 +9,6 @@ by files. Each worker has queues, breakers, predictions and calls that equal req
 `at_once` of all and of each backend.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

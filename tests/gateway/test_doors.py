@@ -20,7 +20,7 @@ from selfspec_cli.gateway import request as requests
 
 async def talk(on, raw, wait=5):
     """What a raw client gets until the connection is closed, or nothing more comes."""
-    reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"))
+    reader, writer = await asyncio.open_connection(*on.address)
     writer.write(raw)
     found = b""
     try:
@@ -58,8 +58,7 @@ async def test_heads_that_are_too_large_or_too_slow_are_refused(tmp_path, monkey
 async def test_connections_beyond_the_limit_are_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "most_connections", lambda: 3)
     async with running([Fake("a")], tmp_path) as on:
-        host, port = on.url.removeprefix("http://").split(":")
-        open_ones = [await asyncio.open_connection(host, port) for _ in range(3)]
+        open_ones = [await asyncio.open_connection(*on.address) for _ in range(3)]
         await asyncio.sleep(0.1)
         assert (await talk(on, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 503")
         for _, writer in open_ones:
@@ -91,14 +90,9 @@ async def test_every_answer_has_a_request_id(tmp_path):
             (b"GET /health", b"x: " + b"y" * 100_000 + b"\r\n", 431),
             (b"no HTTP", b"", 400),
         ):
-            raw = (
-                line
-                + (b"" if status == 400 else b" HTTP/1.1")
-                + b"\r\nHost: x\r\nConnection: close\r\n"
-                + more
-                + b"\r\n"
-            )
-            head = (await talk(on, raw)).partition(b"\r\n\r\n")[0].lower()
+            line += b"" if status == 400 else b" HTTP/1.1"
+            found = await talk(on, line + b"\r\nHost: x\r\nConnection: close\r\n" + more + b"\r\n")
+            head = found.partition(b"\r\n\r\n")[0].lower()
             assert head.startswith(b"http/1.1 %d" % status), head
             assert head.count(b"x-request-id: ") == 1, head
 

@@ -8,8 +8,6 @@ import pytest
 import simulated
 from simulated import Request, Server, asked_of, begun, chooser_of, poisson, simulate
 
-from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.settings import SloSettings
 from selfspec_cli.gateway.supervisor import WARM_TOGETHER
@@ -263,63 +261,35 @@ def test_quality_loses_where_nobody_judges():
     assert ours.mean() > turn.mean()
 
 
-def cascaded(sure_of_hard, right_of_hard):
-    """(quality, cost) of a cascade, and of taking turns; every second request is hard for the small model."""
+def cascade_of(**more):
+    """What a cascade of a large and a small model chooses for a request."""
     servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
-    chooser, both_ways = chooser_of("cascade"), {"ours": [0.0, 0.0], "turn": [0.0, 0.0]}
-    for number in range(100):
-        hard = number % 4 < 2
-        choice = chooser.choose(asked_of(Request(0.0, "x", 10, 10)), [one.replica for one in servers])
-        assert [one.name for one in choice.order] == ["small", "large"]
-        sure = sure_of_hard if hard else 0.95
-        again = sure < choice.sure
-        right = 1.0 if again or not hard else right_of_hard
-        turn = (1.0, 10.0) if number % 2 else (right_of_hard if hard else 1.0, 1.0)
-        for way, (quality, cost) in {"ours": (right, 11.0 if again else 1.0), "turn": turn}.items():
-            both_ways[way][0] += quality / 100
-            both_ways[way][1] += cost
-    return both_ways["ours"], both_ways["turn"]
+    asked = asked_of(Request(0.0, "x", 10, 10))
+    asked.body |= more
+    return chooser_of("cascade").choose(asked, [one.replica for one in servers])
 
 
-def test_a_cascade_wins_where_the_small_model_knows_what_it_does_not_know():
-    ours, turn = cascaded(sure_of_hard=0.3, right_of_hard=0.0)
-    assert ours[0] == pytest.approx(1.0) and turn[0] == pytest.approx(0.75)
-    assert ours[1] < 1.1 * turn[1]
-
-
-def test_a_cascade_loses_where_the_small_model_is_sure_of_wrong_answers():
-    ours, turn = cascaded(sure_of_hard=0.9, right_of_hard=0.0)
-    assert ours[0] < turn[0]
+@pytest.mark.parametrize(("sure_of_hard", "wins"), [(0.3, True), (0.9, False)])
+def test_a_cascade_wins_where_the_small_model_knows_what_it_does_not_know_and_loses_elsewhere(sure_of_hard, wins):
+    """Every second request is hard for the small model, whose answer is wrong then."""
+    choice = cascade_of()
+    assert [one.name for one in choice.order] == ["small", "large"]
+    again = sure_of_hard < choice.sure
+    quality, cost = (1.0 + again) / 2, (1.0 + (11.0 if again else 1.0)) / 2
+    turn_quality, turn_cost = (1.0 + 0.5) / 2, (10.0 + 1.0) / 2
+    assert wins == (quality > turn_quality)
+    assert cost < 1.1 * turn_cost
 
 
 @pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["x", "y"]}, {"stream": True}, {"tools": [{}]}])
 def test_a_cascade_asks_the_dearest_where_no_single_whole_text_is_wanted(more):
-    servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
-    asked = asked_of(Request(0.0, "x", 10, 10))
-    asked.body |= more
-    choice = chooser_of("cascade").choose(asked, [one.replica for one in servers])
+    choice = cascade_of(**more)
     assert (choice.order[0].name, choice.reason) == ("large", "dearest")
 
 
 def test_how_sure_an_answer_is():
-    assert sureness({"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -1.0]}}]}) == pytest.approx(
-        0.3679, abs=1e-3
-    )
+    logs = {"token_logprobs": [None, -1.0, -1.0]}
+    assert sureness({"choices": [{"logprobs": logs}]}) == pytest.approx(0.3679, abs=1e-3)
     assert sureness({"choices": [{"logprobs": {"content": [{"logprob": 0.0}]}}]}) == 1.0
     for strange in ({}, {"choices": []}, {"choices": [{}]}, {"choices": [{"logprobs": {"content": [{}]}}]}, [], None):
         assert sureness(strange) is None
-
-
-def test_fixed_and_round_robin():
-    servers = [Server(name) for name in "abc"]
-    assert simulate("round_robin", servers, plain(count=30)).routes == {"a": 10, "b": 10, "c": 10}
-    servers = [Server(name) for name in "abc"]
-    assert simulate("fixed", servers, plain(count=30)).routes == {"a": 30, "b": 0, "c": 0}
-
-
-def test_policies_have_names_and_say_what_they_do():
-    with pytest.raises(SettingsError, match="did you mean 'round_robin'"):
-        POLICIES["roundrobin"]
-    assert next(iter(POLICIES)) == "least_time"
-    for policy in POLICIES.values():
-        assert policy.help

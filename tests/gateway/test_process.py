@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import TENANTS, process, text_of_stream, until
+from running import TENANTS, Stream, process, until
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
@@ -38,7 +38,7 @@ async def test_a_gateway_that_is_told_to_end_ends_its_streams_first(tmp_path, wi
             ending = asyncio.ensure_future(on.end(wish))
             raw += await response.read()
         await ending
-    assert text_of_stream(raw) == answer("once", 40)
+    assert Stream(raw).text == answer("once", 40)
     (row,) = (tmp_path / "gateway" / "requests.jsonl").read_text().splitlines()
     assert json.loads(row)["tokens"] == 40
 
@@ -54,7 +54,7 @@ async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with
         idle = [await asyncio.open_connection(*on.url.removeprefix("http://").split(":")) for _ in range(200)]
         assert [await reader.read(12) for reader, _ in idle[-100:]] == [b"HTTP/1.1 503"] * 100
         async with session.post(f"{on.url}/v1/completions", json=PROMPT) as response:
-            assert text_of_stream(await response.read()) == answer("once", 40)
+            assert Stream(await response.read()).text == answer("once", 40)
         async with session.get(f"{on.url}/metrics") as response:
             assert 'backend_up{backend="a"} 1.0' in await response.text()
         for _, writer in idle:

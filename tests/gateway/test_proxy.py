@@ -237,12 +237,6 @@ async def test_the_log_holds_hashes_unless_text_is_wanted(tmp_path, text):
         assert row["cost"] is None  # no price is set
 
 
-async def test_the_warm_up_teaches_what_a_token_takes_alone_and_beside_others(tmp_path):
-    async with running([Fake("a")], tmp_path) as on:
-        timing = on.gateway.replicas[0].timing
-        assert (timing.ttft.seen, timing.steps.seen) == (FEW, FEW + WARM_TOGETHER)
-
-
 class Warmed(Fake):
     """Says in `order` when it is asked, and then takes its time."""
 
@@ -259,6 +253,8 @@ async def test_backends_of_one_host_warm_up_one_after_the_other(tmp_path, monkey
     fakes, order = [Warmed("a", first=hung), Warmed("b", first=hung)], []
     for fake in fakes:
         fake.order = order
-    async with running(fakes, tmp_path):
+    async with running(fakes, tmp_path) as on:
         one_after_the_other = sorted(order) == order or sorted(order, reverse=True) == order
         assert (one_after_the_other, len(order)) == (not hung, 2 * (1 + FEW + 2 * WARM_TOGETHER))
+        learnt = [(one.timing.ttft.seen, one.timing.steps.seen) for one in on.gateway.replicas]
+        assert learnt == [(FEW, FEW + WARM_TOGETHER)] * 2  # what a token takes alone, and beside others

@@ -124,8 +124,7 @@ def test_what_a_backend_is_started_with():
     pool = BackendSettings(name="p", kind="pool", words=["http://x", "http://y", "program=r", "--policy", "z"])
     words = "r --worker-urls http://x http://y --host 127.0.0.1 --port 82 --policy z"
     assert BACKENDS["pool"].command(pool, 82) == words.split()
-    for kind in BACKENDS.values():
-        assert kind.help
+    assert all(one.help for one in (*BACKENDS.values(), *POLICIES.values())) and next(iter(POLICIES)) == "least_time"
 
 
 def test_the_command_shows_what_it_would_run_and_refuses_bad_input():

@@ -1,7 +1,6 @@
 """Several processes at one port: what they share, what a worker's death costs, and what they refuse."""
 
 import asyncio
-import hashlib
 import json
 import os
 import signal
@@ -12,16 +11,20 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import Process, process, until
+from running import DIGESTS, Process, process, until
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import workers
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LimitSettings
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0}
-LIMITS = {"ann": {"admin": True}, "bob": {"requests_per_minute": 1}, "eve": {"at_once": 3}}
-LIMITS["joe"] = {"money_per_day": 90}
-KEYS = [{"name": name, "key": hashlib.sha256(name.encode()).hexdigest()} | own for name, own in LIMITS.items()]
+LIMITS = {
+    "ann": {"admin": True},
+    "bob": {"requests_per_minute": 1},
+    "eve": {"at_once": 3},
+    "joe": {"money_per_day": 90},
+}
+KEYS = [{"name": name, "key": DIGESTS[name]} | own for name, own in LIMITS.items()]
 
 
 class Gateway(Process):

@@ -1,7 +1,5 @@
 """What a kind of backend is: how its settings are checked, what is started for it, and what it understands."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress

@@ -4,8 +4,6 @@ The gateway asks the server at `prefill` for one token, and the one at `url` for
 where its keys and values are. Drafts are made where it decodes; the server that prefills needs none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address, without_v1

@@ -1,7 +1,5 @@
 """What a policy is: a name, options with their defaults, and what makes the chooser that routes requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

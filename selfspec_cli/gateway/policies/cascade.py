@@ -8,8 +8,6 @@ It loses to round robin where the cheap model is sure of wrong answers, and wher
 for nothing, and time and money are lost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 It loses to round robin where the cheapest backend keeps the limits and is slower: then it is slower, for less money.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy

@@ -1,7 +1,5 @@
 """Always the first backend that takes requests; the others are tried only when it fails."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

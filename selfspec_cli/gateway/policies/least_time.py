@@ -22,8 +22,6 @@ It loses to round robin where times cannot be predicted: when what makes a backe
 prompt (a neighbour on its machine), it follows what was true a few requests ago.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy

@@ -8,8 +8,6 @@ is chosen; where none does, the best.
 It loses to round robin where nobody judges answers: it then knows prices alone.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One backend after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy

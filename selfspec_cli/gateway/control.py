@@ -102,7 +102,7 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
     @app.api_route("/v1/models", methods=LOOK)
     async def models(request: Request) -> dict[str, Any]:
         names = gateway.routing.models()
-        allowed = request.scope["tenant"].settings.models or names
+        allowed = request.scope["tenant"].models or names
         return {"object": "list", "data": [_model(name) for name in names if name in allowed]}
 
     @app.api_route("/v1/models/{name:path}", methods=LOOK)

@@ -13,13 +13,13 @@ from starlette.datastructures import Headers
 from selfspec_cli.gateway import request as requests
 from selfspec_cli.gateway.cache import AnswerCache, Caching
 from selfspec_cli.gateway.client import Client, Memory, Receive, Scope, Send, Vanished, watch
-from selfspec_cli.gateway.limits import Keys, Meter, Tenant
+from selfspec_cli.gateway.limits import Keys, Meter, check_model
 from selfspec_cli.gateway.policies.base import Choice
 from selfspec_cli.gateway.relay import Relay
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import FILE, Outcome, Request, RequestLog
 from selfspec_cli.gateway.routing import Batch, Places, Routing
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.settings import GatewaySettings, KeySettings
 from selfspec_cli.gateway.supervisor import replica
 from selfspec_cli.gateway.telemetry import Telemetry, Tracing
 from selfspec_cli.gateway.upstream import Upstream
@@ -51,7 +51,7 @@ class Gateway:
         self.ledger = Ledger()
         self.memory = Memory()
         self.batch = Batch(self.routing.free)
-        self.places = Places(lambda request: bool(self.routing.free(request)))
+        self.places = Places(self.routing.free)
         self.draining = False
         self.inside = 0
         self._random = random.Random(SEED)
@@ -64,7 +64,7 @@ class Gateway:
         self.caching.settings = settings.cache
         self.log.text = settings.log_text
         self.memory.most = int(max(1, BODIES // settings.workers) * settings.limits.body_mib * 2**20)
-        self.keys = Keys(settings.keys, self.meter)
+        self.keys = Keys(settings.keys)
         self.routing.take(settings)
 
     @property
@@ -89,7 +89,7 @@ class Gateway:
             return Choice(tuple(free), "plain")
         return self.routing.choose(request, free)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, tenant: Tenant) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, tenant: KeySettings) -> None:
         """ASGI, for the endpoints of models. Nothing that one request does ends the gateway."""
         headers = Headers(scope=scope)
         client, task = Client(send, {}), asyncio.current_task()
@@ -102,7 +102,7 @@ class Gateway:
         try:
             if self.draining or self.inside > limits.at_once:
                 raise unavailable("the gateway is ending" if self.draining else "too many requests at once")
-            tenant.enter()
+            self.meter.enter(tenant)
             entered = True
             raw = await self.memory.read(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
             held = len(raw)
@@ -149,10 +149,9 @@ class Gateway:
     def fault(self, error: Exception) -> GatewayError:
         """What a client is answered after a fault of the gateway's own, which is logged."""
         self.log.fault(error)
-        name = type(error).__name__
-        return GatewayError(f"the gateway failed: {name}", 500, "internal_error", logged=f"the gateway failed: {name}")
+        return GatewayError(f"the gateway failed: {type(error).__name__}", 500, "internal_error")
 
-    async def _read(self, path: str, raw: bytes, headers: Headers, tenant: Tenant) -> Request:
+    async def _read(self, path: str, raw: bytes, headers: Headers, tenant: KeySettings) -> Request:
         if len(raw) > LONG_BODY:
             request = await asyncio.to_thread(requests.read, path, raw, headers)
         else:
@@ -162,7 +161,7 @@ class Gateway:
         if request.policy is not None:
             self.routing.chooser(request.policy)
         self.routing.check_model(request)
-        tenant.check_model(request.model)
+        check_model(tenant, request.model)
         return request
 
     async def _answer(self, out: Outcome, client: Client) -> None:
@@ -183,12 +182,12 @@ class Gateway:
         self.tracing.inject(relay.headers)
         await relay.run()
 
-    def _done(self, out: Outcome | None, tenant: Tenant | None) -> None:
+    def _done(self, out: Outcome | None, tenant: KeySettings | None) -> None:
         """Count and log a request that has ended, and let the next ones go."""
         if tenant is not None:
             tokens = 0 if out is None else (out.prompt_tokens or 0) + (out.tokens or 0)
             try:
-                tenant.leave(tokens, 0.0 if out is None else out.cost or 0.0)
+                self.meter.leave(tenant, tokens, 0.0 if out is None else out.cost or 0.0)
             except sqlite3.Error as error:  # a disk that is full
                 self.log.fault(error)
         self.look()

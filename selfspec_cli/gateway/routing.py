@@ -176,11 +176,11 @@ class Batch:
 class Places:
     """Requests that wait for a place, fair by tenant.
 
-    free: whether a backend has room for a request now. waiting: by tenant; the one served last is last. `look` lets one
+    free: backends that have room for a request now. waiting: by tenant; the one served last is last. `look` lets one
     request go; it is called whenever a place may have become free.
     """
 
-    free: Callable[[Request], bool]
+    free: Callable[[Request], object]
     waiting: dict[str, deque[tuple[Request, asyncio.Future[None]]]] = field(default_factory=dict)
 
     def __len__(self) -> int:

@@ -23,9 +23,9 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished
 from selfspec_cli.gateway.control import control
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.limits import Tenant
+from selfspec_cli.gateway.limits import NOBODY
 from selfspec_cli.gateway.request import NEEDED, request_id
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.settings import GatewaySettings, KeySettings
 from selfspec_cli.gateway.supervisor import Supervisor, replica
 from selfspec_cli.gateway.wire import GatewayError, invalid
 
@@ -169,13 +169,13 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
     return named
 
 
-def admitted(gateway: Gateway, scope: Scope) -> Tenant:
+def admitted(gateway: Gateway, scope: Scope) -> KeySettings:
     """Who asks; nothing of the body has been read. Raises GatewayError: no key that may ask here (401, 403), a method
     that is not allowed (405), or a control endpoint that another page asks in a browser, by its own origin or by a name
     of its own for this host (403)."""
     path, method, headers = scope["path"], scope["method"], Headers(scope=scope)
     if path in OPEN_TO_ALL:
-        return gateway.keys.nobody
+        return NOBODY
     tenant = gateway.keys.tenant(headers.get("authorization", ""))
     if path in NEEDED:
         if method != "POST":

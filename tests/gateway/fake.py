@@ -17,6 +17,10 @@ from aiohttp import web
 
 WORDS = [f"w{number} " for number in range(997)]
 LETTERS = 1000  # ids from here on are letters of prompts
+OTHERS = {
+    "/v1/embeddings": {"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 3}},
+    "/v1/rerank": {"id": "r", "results": [{"index": 0, "relevance_score": 0.5}]},
+}
 
 
 def encode(text: str) -> list[int]:
@@ -128,12 +132,10 @@ class Fake:
         if status is not None:
             headers = {"Retry-After": self.retry_after} if self.retry_after else None
             return web.json_response({"error": self.error}, status=status, headers=headers)
+        if request.path in OTHERS:
+            return web.json_response(OTHERS[request.path])
         self.running += 1
         try:
-            if request.path == "/v1/embeddings":
-                return web.json_response({"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 3}})
-            if request.path == "/v1/rerank":
-                return web.json_response({"id": "r", "results": [{"index": 0, "relevance_score": 0.5}]})
             return await (self.stream if body.get("stream") else self.whole)(request, body)
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import simulated
-from simulated import Request, Server, asked_of, begun, chooser_of, poisson, simulate
+from simulated import Server, asked_of, begun, chooser_of, poisson, simulate
 
 from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.settings import SloSettings
@@ -52,7 +52,7 @@ def warmed(servers):
 
 def test_no_request_of_a_client_finds_out_that_a_backend_is_slow():
     """One request at a time: the fast backend idles, so all go there; without the warm-up three would not."""
-    requests = [replace(one, at=2.0 * number) for number, one in enumerate(plain(count=120))]
+    requests = [(2.0 * number, asked) for number, (_, asked) in enumerate(plain(count=120))]
     ours = simulate("least_time", warmed(early_exit_and_plain()), requests)
     assert ours.routes == {"early": 120, "plain": 0}
     assert ours.p99() <= simulate("fixed", early_exit_and_plain(), requests, backend="early").p99()
@@ -63,7 +63,7 @@ def test_what_drafts_are_worth_is_found_out_by_the_first_requests_of_clients():
     """The text that warms a server up is not theirs, and may be one of which nothing is accepted."""
     early, plain_one = (one.replica for one in warmed(early_exit_and_plain()))
     early.load = replace(early.load, tokens=1.0)
-    asked, choose = asked_of(Request(0.0, "x", 10, 50)), chooser_of("least_time").choose
+    asked, choose = asked_of("x", 10, 50), chooser_of("least_time").choose
     assert early.predict(asked).e2e > plain_one.predict(asked).e2e
     for _ in range(FEW):
         assert choose(asked, [plain_one, early]).order[0] is early
@@ -207,7 +207,7 @@ def test_a_session_stays_where_it_was_until_that_is_saturated():
     """Prompts have nothing in common, so that only the session's name can tell."""
     choose = chooser_of("sticky_until_saturated", SloSettings(ttft_ms=1000)).choose
     replicas = [Server(name).replica for name in "abc"]
-    asked = [asked_of(Request(0.0, f"{number:08d}", 1000, 5)) for number in range(60)]
+    asked = [asked_of(f"{number:08d}", 1000, 5) for number in range(60)]
     where = {}
     for number, one in enumerate(asked):
         one.session, one.tenant = f"s{number % 6}", "ann"
@@ -219,7 +219,7 @@ def test_a_session_stays_where_it_was_until_that_is_saturated():
     assert all(len(names) == 1 for names in where.values()) and len({name for (name,) in where.values()}) > 1
     home = next(one for one in replicas if one.name in where["s0"])
     for number in range(8):
-        home.begin(asked_of(Request(0.0, f"{number} others", 1000, 5)))
+        home.begin(asked_of(f"{number} others", 1000, 5))
     assert choose(asked[0], replicas).order[0] is not home
     asked[0].tenant = "bob"  # another's session of the same name
     assert choose(asked[0], replicas).reason != "session"
@@ -264,7 +264,7 @@ def test_quality_loses_where_nobody_judges():
 def cascade_of(**more):
     """What a cascade of a large and a small model chooses for a request."""
     servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
-    asked = asked_of(Request(0.0, "x", 10, 10))
+    asked = asked_of("x", 10, 10)
     asked.body |= more
     return chooser_of("cascade").choose(asked, [one.replica for one in servers])
 

@@ -18,12 +18,11 @@ from selfspec_cli.gateway.backends.base import log_of, serve_command, without_v1
 from selfspec_cli.gateway.replica import Replica, State, read
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import FEW
-from selfspec_cli.gateway.upstream import BackendFailed, Upstream, address, key_of, prepared
+from selfspec_cli.gateway.upstream import BackendFailed, Upstream
 from selfspec_cli.gateway.wire import loads
 
 POLL_SECONDS = 1.0  # between two looks at a vLLM server's /health and /metrics
 OTHERS_SECONDS = 10.0  # likewise at the models of any other backend
-ANSWER_SECONDS = 5.0
 UNLISTED = (400, 404, 405, 501)  # of HTTP: it has no /v1/models
 NO_LIST = (ValueError, LookupError, TypeError)  # of what is no list of models
 STOP_SECONDS = 20.0
@@ -148,7 +147,7 @@ class Supervisor:
         was = replica.state
         try:
             if replica.vllm:
-                await self.upstream.get(f"{replica.url}/health", ANSWER_SECONDS, key_of(replica))
+                await self.upstream.get(replica, "/health")
             elif replica.state is State.up:
                 return await self._learn_models(replica)
             if replica.state in (State.starting, State.down):
@@ -178,7 +177,7 @@ class Supervisor:
         """The models that it serves; where it has no list of them, the one that is named."""
         named = replica.settings.model
         try:
-            raw = await self.upstream.get(address(replica.url, "/v1/models"), ANSWER_SECONDS, key_of(replica))
+            raw = await self.upstream.get(replica, "/v1/models")
         except BackendFailed as error:
             if not named or error.status not in UNLISTED:
                 raise
@@ -216,9 +215,8 @@ class Supervisor:
         body = {"model": replica.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "prompt": prompt}
         began = first = last = time.monotonic()
-        sent = await prepared(self.upstream, replica, "/v1/completions", body)
         limit = self.upstream.limits.first_byte_seconds
-        async with asyncio.timeout(limit), self.upstream.post(replica, "/v1/completions", sent, {}) as response:
+        async with asyncio.timeout(limit), self.upstream.post(replica, "/v1/completions", body, {}) as response:
             while await self.upstream.part(response, limit):
                 last = time.monotonic()
                 first = last if first == began else first
@@ -226,8 +224,7 @@ class Supervisor:
 
     async def _read_metrics(self, replica: Replica) -> None:
         before = replica.look()
-        raw = await self.upstream.get(f"{replica.url}/metrics", ANSWER_SECONDS, key_of(replica))
-        replica.looked(before, read(raw.decode(errors="replace")))
+        replica.looked(before, read((await self.upstream.get(replica, "/metrics")).decode(errors="replace")))
 
 
 def _free_port() -> int:

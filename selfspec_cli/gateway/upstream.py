@@ -26,7 +26,7 @@ OWN_FAULT = (401, 403, 407)
 PASSED_ON = (429, 500, 502, 503, 504)
 """What a client may get as it is; anything else that is no answer is 502."""
 LONGEST_BACKOFF = 60.0  # seconds of a Retry-After that is honoured
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS, LOOK_SECONDS = 5.0, 5.0
 KEPT_SECONDS = 30.0  # for which a connection that nobody uses is kept
 ERROR_BYTES, ANSWER_BYTES = 1 << 20, 1 << 28  # that are read of an error, and of an answer in one piece
 OWN_HEADERS = {"accept-encoding": "identity", "content-type": "application/json"}
@@ -84,9 +84,10 @@ class Upstream:
         for session in self._sessions.values():
             await session.close()
 
-    async def get(self, url: str, seconds: float, headers: Mapping[str, str]) -> bytes:
+    async def get(self, replica: Replica, path: str, seconds: float = LOOK_SECONDS) -> bytes:
         """The body of a page; raises BackendFailed."""
-        async with self._asked("GET", url, headers, None, seconds) as response:
+        url = address(replica.url, path)
+        async with self._asked("GET", url, key_of(replica), None, seconds) as response:
             if response.status != 200:
                 raise BackendFailed(f"HTTP {response.status}", response.status)
             try:
@@ -104,8 +105,13 @@ class Upstream:
         base: str | None = None,
         seconds: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer whose head has come and says 200. base: of another address than the backend's own. seconds: until
-        then; None takes limits.first_byte_seconds. Raises BackendFailed, and Refused for HTTP 4xx."""
+        """An answer whose head has come and says 200, once what this kind of backend does beforehand is done (`split`
+        lets another server prefill). base: an address in place of the backend's own, where nothing is done beforehand.
+        seconds: until the head; None takes limits.first_byte_seconds. Raises BackendFailed, and Refused for HTTP 4xx.
+        """
+        before = BACKENDS[replica.settings.kind].before
+        if base is None and before is not None:
+            body = await before(self, replica, path, body)
         try:
             raw = dumps(body)
         except ValueError as error:
@@ -225,12 +231,6 @@ def key_of(replica: Replica) -> dict[str, str]:
         return {}
     azure = {"api-key": os.environ[name]} if "api-version=" in replica.url else {}
     return {"Authorization": f"Bearer {os.environ[name]}", **azure}
-
-
-async def prepared(upstream: Upstream, replica: Replica, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body once what its kind of backend does beforehand is done (`split` lets another server prefill)."""
-    before = BACKENDS[replica.settings.kind].before
-    return body if before is None else await before(upstream, replica, path, body)
 
 
 def outgoing(

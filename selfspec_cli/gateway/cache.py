@@ -47,15 +47,11 @@ def key(request: Request) -> bytes:
     return hashlib.sha256(dumps(value)).digest()
 
 
-def specials(request: Request) -> set[str]:
-    """Which of the kinds of `also_for` a request is."""
+def specials(request: Request) -> dict[str, bool]:
+    """Whether a request is of each of the kinds of `also_for`."""
     called = any(one.get("tool_calls") or one.get("role") == "tool" for one in request.messages)
-    found = {
-        "tools": called or any(request.body.get(name) for name in _TOOLS),
-        "images": not request.only_text,
-        "sampled": not request.greedy,
-    }
-    return {name for name, is_one in found.items() if is_one}
+    tools = called or any(map(request.body.get, _TOOLS))
+    return {"tools": tools, "images": not request.only_text, "sampled": not request.greedy}
 
 
 class AnswerCache:
@@ -198,8 +194,8 @@ class Caching:
     def _wanted(self, request: Request) -> bool:
         """Whether a request may be answered from the cache. Who names a backend wants no other's answer."""
         elsewhere = request.backend is not None and request.cache is None
-        fits = request.endpoint in (CHAT, COMPLETIONS) and specials(request) <= set(self.settings.also_for)
-        return fits and not elsewhere and request.cache != "none"
+        fits = all(name in self.settings.also_for for name, special in specials(request).items() if special)
+        return request.endpoint in (CHAT, COMPLETIONS) and fits and not elsewhere and request.cache != "none"
 
     async def answered(self, out: Outcome, client: Client, ask: Ask) -> bool:
         """Answer a request from the cache, or by a call that equal requests share; False where it is not cached.

@@ -127,16 +127,15 @@ def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Request:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object")
-    if not isinstance(body.get("model", ""), str):
-        raise bad_request(f"model={body['model']!r}: a name is needed", "model")
-    if not isinstance(body.get("stream") or False, bool):
-        raise bad_request(f"stream={body['stream']!r}: true or false is needed", "stream")
     several = body.get("n")
-    if several is not None and (type(several) is not int or several < 1):
-        raise bad_request(f"n={several!r}: a whole number from 1 on is needed", "n")
-    for name in OBJECTS:
-        if not isinstance(body.get(name) or {}, dict):
-            raise bad_request(f"{name}={body[name]!r}: a JSON object is needed", name)
+    for name, fits, kind in (
+        ("model", isinstance(body.get("model", ""), str), "a name"),
+        ("stream", isinstance(body.get("stream") or False, bool), "true or false"),
+        ("n", several is None or (type(several) is int and several > 0), "a whole number from 1 on"),
+        *((name, isinstance(body.get(name) or {}, dict), "a JSON object") for name in OBJECTS),
+    ):
+        if not fits:
+            raise bad_request(f"{name}={body[name]!r}: {kind} is needed", name)
     needed = next((name for name in NEEDED[endpoint] if name in body), None)
     if needed is None:
         raise bad_request(f"{NEEDED[endpoint][0]} is missing", NEEDED[endpoint][0])

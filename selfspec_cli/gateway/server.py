@@ -304,12 +304,9 @@ def at_hang_up(reload_settings: Callable[[], Awaitable[None]], say: Say) -> None
         else:
             say("the settings were reloaded")
 
-    running: list[asyncio.Task[None]] = []  # the event loop itself keeps no task alive
-
-    def hang_up() -> None:
-        running[:] = [asyncio.ensure_future(reloaded())]
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+    tasks: list[asyncio.Task[None]] = []  # the event loop itself keeps no task alive
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, lambda: tasks.append(loop.create_task(reloaded())))
 
 
 def prepare_memory() -> None:

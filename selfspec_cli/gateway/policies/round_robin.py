@@ -8,8 +8,7 @@ from selfspec_cli.gateway.request import Request
 
 
 class _RoundRobin(Chooser):
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
         first = self.count % len(replicas)

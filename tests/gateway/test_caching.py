@@ -195,10 +195,8 @@ def test_requests_that_differ_in_what_shapes_the_answer_have_keys_of_their_own()
     one = Request("/v1/completions", PROMPT, tenant="ann")
     same = Request("/v1/completions", PROMPT | {"stream": True, "user": "x"}, tenant="ann")
     assert key(one) == key(same)
-    others = [
-        Request("/v1/completions", PROMPT | more, tenant="ann")
-        for more in ({"prompt": "Once"}, {"max_tokens": 13}, {"stop": ["x"]}, {"seed": 2**70}, {"model": "b"})
-    ]
+    changes = ({"prompt": "Once"}, {"max_tokens": 13}, {"stop": ["x"]}, {"seed": 2**70}, {"model": "b"})
+    others = [Request("/v1/completions", PROMPT | more, tenant="ann") for more in changes]
     others += [Request("/v1/completions", PROMPT, tenant="bob"), Request("/v1/chat/completions", PROMPT, tenant="ann")]
     assert len({key(one), *map(key, others)}) == 8
 

@@ -27,10 +27,7 @@ def both(policy, servers, requests, slo=None, judge=None, **options):
 
 def early_exit_and_plain():
     """Early exit is fast alone, and its rounds cost more with every request; the plain server is slower alone."""
-    return [
-        Server("early", step=0.02, slope=0.004, work=2.0, drafts=(4, 0.83)),
-        Server("plain", step=0.02, slope=0.0008),
-    ]
+    return [Server("early", slope=0.004, work=2.0, drafts=(4, 0.83)), Server("plain", slope=0.0008)]
 
 
 def test_least_time_wins_where_one_backend_is_faster():
@@ -98,12 +95,8 @@ def pooled(policy, servers, rate, answer, **options):
 
 def curved(curves, kind=Server, **more):
     """The two servers, warmed up; the one that drafts says what its next step will take."""
-    return warmed(
-        [
-            kind(name, points=[(level, ms / 1000) for level, ms in points], says=name == "early", **more)
-            for name, points in curves.items()
-        ]
-    )
+    points = {name: [(level, ms / 1000) for level, ms in curve] for name, curve in curves.items()}
+    return warmed([kind(name, points=curve, says=name == "early", **more) for name, curve in points.items()])
 
 
 def as_published(*kinds):
@@ -177,13 +170,11 @@ def test_least_time_loses_where_times_have_another_reason():
 
 
 def test_the_cheapest_within_the_limits_costs_less_and_keeps_them():
-    servers = [
-        Server("dear", step=0.01, settings={"price_out": 10.0}),
-        Server("cheap", step=0.03, slope=0.004, settings={"price_out": 1.0}),
-    ]
+    dear = Server("dear", step=0.01, settings={"price_out": 10.0})
+    cheap = Server("cheap", step=0.03, slope=0.004, settings={"price_out": 1.0})
     requests = plain(rate=2.5, count=500)
     slo = SloSettings(ttft_ms=1000, tpot_ms=60)
-    ours, turn = both("cheapest_within_slo", servers, requests, slo)
+    ours, turn = both("cheapest_within_slo", [dear, cheap], requests, slo)
     assert ours.cost < 0.8 * turn.cost
     late = sum(one > 60 * 0.060 for one in ours.seconds)
     assert late <= 0.05 * len(ours.seconds)

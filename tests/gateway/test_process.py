@@ -167,12 +167,6 @@ print(resident() - before)
 
 def test_memory_of_long_bodies_goes_back_to_the_system():
     """Of a process in which a small block above each large one lives on."""
-    left = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", FRAGMENTS.format(call=call)], stdout=subprocess.PIPE, check=True
-            ).stdout
-        )
-        for call in ("", "server.prepare_memory()")
-    ]
+    codes = [FRAGMENTS.format(call=call) for call in ("", "server.prepare_memory()")]
+    left = [int(subprocess.check_output([sys.executable, "-c", code])) for code in codes]
     assert left[1] < 5 < left[0]

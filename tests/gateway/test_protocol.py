@@ -98,9 +98,7 @@ async def test_wishes_of_null_and_limits_of_any_size_are_none(tmp_path):
 
 async def test_a_client_that_offers_http2_is_answered_by_http1(tmp_path):
     body = json.dumps(PROMPT).encode()
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
     async with running([Fake("a")], tmp_path) as on:
         reader, writer = await asyncio.open_connection(*on.address)
         writer.write(head + b"HTTP2-Settings: AAMAAABk\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from fake import Fake, answer
-from running import running
+from running import BOB, DIGESTS, running
 
 from selfspec_cli.gateway import control, supervisor
 from selfspec_cli.gateway.settings import KeySettings, LimitSettings
@@ -132,10 +132,8 @@ async def test_a_body_that_is_too_long_is_refused_and_the_next_request_is_answer
 
 async def test_keys_and_their_limits(tmp_path, monkeypatch):
     monkeypatch.setenv("KEY_OF_ANN", "ann's")
-    keys = [
-        KeySettings(name="ann", key="KEY_OF_ANN", requests_per_minute=3, admin=True),
-        KeySettings(name="bob", key=hashlib.sha256(b"bob's").hexdigest(), tokens_per_minute=10),
-    ]
+    keys = [KeySettings("ann", "KEY_OF_ANN", requests_per_minute=3, admin=True)]
+    keys += [KeySettings("bob", DIGESTS["bob"], tokens_per_minute=10)]
     backends = {"a": {"environment": {"HF_TOKEN": "a token"}}}
     async with running([Fake("a")], tmp_path, keys=keys, backends=backends) as on:
         for wrong in ({}, {"Authorization": "Bearer no"}, {"Authorization": "ann's"}):
@@ -143,12 +141,12 @@ async def test_keys_and_their_limits(tmp_path, monkeypatch):
             assert (status, found["error"]["type"]) == (401, "authentication_error")
         assert (await on.get("/gateway/routes"))[0] == 401
         assert (await on.get("/health"))[0] == 200
-        ann, bob = {"Authorization": "Bearer ann's"}, {"Authorization": "Bearer bob's"}
-        looks = [(await on.get(path, **bob))[0] for path in ("/v1/models", "/gateway/routes", "/gateway/config")]
+        ann = {"Authorization": "Bearer ann's"}
+        looks = [(await on.get(path, **BOB))[0] for path in ("/v1/models", "/gateway/routes", "/gateway/config")]
         assert looks == [200, 403, 403]
         statuses = [(await on.post(PROMPT, **ann))[0] for _ in range(4)]
         assert statuses == [200, 200, 200, 429]
-        found = [await on.post(PROMPT, **bob) for _ in range(2)]
+        found = [await on.post(PROMPT, **BOB) for _ in range(2)]
         assert [status for status, *_ in found] == [200, 429]  # the first took 16 tokens
         assert found[1][1]["error"]["type"] == "rate_limit_error" and int(found[1][2]["retry-after"]) > 0
         assert {row["tenant"] for row in await on.rows()} == {"ann", "bob"}
@@ -162,10 +160,8 @@ async def test_wishes_of_a_request(tmp_path):
         _, _, headers = await on.post(PROMPT, **{"X-Selfspec-Backend": "b", "X-Selfspec-Priority": "3"})
         assert headers["x-selfspec-backend"] == "b"
         assert on.fakes["b"].asked[-1]["priority"] == 3
-        used = [
-            (await on.post({**PROMPT, "selfspec": {"policy": "round_robin"}}))[2]["x-selfspec-backend"]
-            for _ in range(4)
-        ]
+        turn = PROMPT | {"selfspec": {"policy": "round_robin"}}
+        used = [(await on.post(turn))[2]["x-selfspec-backend"] for _ in range(4)]
         assert sorted(used) == ["a", "a", "b", "b"]
         _, _, headers = await on.post({**PROMPT, "model": "auto"})
         assert headers["x-selfspec-backend"] == "a"

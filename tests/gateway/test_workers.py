@@ -18,12 +18,8 @@ from selfspec_cli.gateway import workers
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LimitSettings
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0}
-LIMITS = {
-    "ann": {"admin": True},
-    "bob": {"requests_per_minute": 1},
-    "eve": {"at_once": 3},
-    "joe": {"money_per_day": 90},
-}
+LIMITS = {"ann": {"admin": True}, "bob": {"requests_per_minute": 1}, "eve": {"at_once": 3}}
+LIMITS["joe"] = {"money_per_day": 90}
 KEYS = [{"name": name, "key": DIGESTS[name]} | own for name, own in LIMITS.items()]
 
 

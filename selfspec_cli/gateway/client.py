@@ -102,22 +102,18 @@ class Client:
         await self.part(last, more=False)
 
 
-def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: float) -> asyncio.Task[str]:
+async def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: float) -> str:
     """Cancels a task when its client goes away before its answer was sent, or has read nothing for `unread` seconds.
     Returns why; nothing where the task was not cancelled."""
-
-    async def wait() -> str:
-        gone = ""
-        while not gone:
-            try:
-                async with asyncio.timeout(unread / 2):
-                    gone = "the client is gone" if (await receive())["type"] == "http.disconnect" else ""
-            except TimeoutError:
-                since = client.waits_since
-                if since is not None and time.monotonic() - since > unread:
-                    gone = f"the client read nothing for {unread:g} s"
-        if client.ended and client.waits_since is None:  # a server tells of every end in that way
-            return ""
-        return gone if task.cancel(gone) else ""
-
-    return asyncio.ensure_future(wait())
+    gone = ""
+    while not gone:
+        try:
+            async with asyncio.timeout(unread / 2):
+                gone = "the client is gone" if (await receive())["type"] == "http.disconnect" else ""
+        except TimeoutError:
+            since = client.waits_since
+            if since is not None and time.monotonic() - since > unread:
+                gone = f"the client read nothing for {unread:g} s"
+    if client.ended and client.waits_since is None:  # a server tells of every end in that way
+        return ""
+    return gone if task.cancel(gone) else ""

@@ -109,7 +109,7 @@ class Gateway:
             request = await self._read(scope["path"], raw, headers, tenant)
             del raw
             out = Outcome(request)
-            watching = watch(receive, client, task, limits.unread_seconds)
+            watching = asyncio.ensure_future(watch(receive, client, task, limits.unread_seconds))
             with self.tracing.span(scope["path"], headers) as span:
                 async with asyncio.timeout(limits.request_seconds):
                     await self._answer(out, client)

@@ -69,10 +69,8 @@ def check(settings: GatewaySettings) -> None:
         if not key.name or not key.key:
             raise ConfigError(f"keys.{place}: give name, and key: a variable that holds it, or its SHA-256")
         if not is_digest(key.key) and not os.environ.get(key.key):
-            raise ConfigError(
-                f"keys.{place}.key={key.key}: that environment variable is not set, and it is no SHA-256, "
-                "which has 64 hexadecimal digits"
-            )
+            said = "that environment variable is not set, and it is no SHA-256, which has 64 hexadecimal digits"
+            raise ConfigError(f"keys.{place}.key={key.key}: {said}")
     if len(settings.tls) not in (0, 2) or not all(os.access(file, os.R_OK) for file in settings.tls):
         raise ConfigError(f"tls={settings.tls}: give two files that can be read, the certificate and its key")
     digests = [digest_of(key) for key in settings.keys]

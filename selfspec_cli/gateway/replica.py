@@ -1,7 +1,5 @@
 """One backend as routes see it: its load, its failures, what is in flight there, what it will take, what it costs."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import time
@@ -164,7 +162,7 @@ class Flight:
     seconds before them and the requests that ran.
     """
 
-    replica: Replica
+    replica: "Replica"
     answers: int
     before: int
     own: float
@@ -221,7 +219,7 @@ class Replica:
     flights: set[Flight] = field(default_factory=set)
     begun: int = 0
     in_flight_at_look: int = 0
-    neighbours: Sequence[Replica] = ()
+    neighbours: Sequence["Replica"] = ()
     usual: float = 0.0
     per_event: float | None = None
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)

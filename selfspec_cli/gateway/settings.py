@@ -5,7 +5,7 @@ No secret is in settings, because they name the variables that hold keys, so the
 
 import types
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -140,10 +140,10 @@ def checked(schema: Any, content: Any, place: str) -> Any:
     ConfigError for a key that is not known, or a value of another type or out of its range."""
     if not isinstance(content, dict):
         raise ConfigError(f"{place.rstrip('.') or 'gateway'}: a mapping of settings is needed, not {content!r}")
-    hints, known = get_type_hints(schema), [column.name for column in fields(schema)]
+    hints = get_type_hints(schema)
     for key in content:
-        if key not in known:
-            raise ConfigError(closest(f"{place}{key}", [f"{place}{one}" for one in known] or ["none"], "key"))
+        if key not in hints:
+            raise ConfigError(closest(f"{place}{key}", [f"{place}{one}" for one in hints] or ["none"], "key"))
     made = schema(**{key: _value(hints[key], value, f"{place}{key}") for key, value in content.items()})
     for name, option in knobs.options(schema).items():
         if "." in name:  # checked with the mapping that it is in

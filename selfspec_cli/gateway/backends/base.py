@@ -19,10 +19,8 @@ def need_address(settings: BackendSettings, key: str, url: str | None, query: bo
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         if fine and not ((parts.query and not query) or parts.fragment or parts.username):
             return
-    raise ConfigError(
-        f"backend {settings.name}: {key}={url!r}: write http://HOST:PORT, without a query, and without a "
-        "key, which key_env names"
-    )
+    said = f"{key}={url!r}: write http://HOST:PORT, without a query, and without a key, which key_env names"
+    raise ConfigError(f"backend {settings.name}: {said}")
 
 
 def without_v1(url: str) -> str:
@@ -34,11 +32,9 @@ def check_use(settings: BackendSettings, *used: str) -> None:
     """Raises ConfigError for a setting that its kind of backend does not use."""
     for name in ("words", "environment", "prefill"):
         if name not in used and getattr(settings, name):
-            allowed = ", ".join(used) or "none of these"
-            raise ConfigError(
-                f"backend {settings.name}: {name}={getattr(settings, name)!r}: kind {settings.kind} does "
-                f"not use it; of words, environment and prefill it uses {allowed}"
-            )
+            allowed = f"of words, environment and prefill it uses {', '.join(used) or 'none of these'}"
+            said = f"{name}={getattr(settings, name)!r}: kind {settings.kind} does not use it; {allowed}"
+            raise ConfigError(f"backend {settings.name}: {said}")
 
 
 @dataclass(frozen=True)

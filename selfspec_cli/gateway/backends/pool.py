@@ -31,10 +31,8 @@ def check(settings: BackendSettings) -> None:
     if not _replicas(settings):
         raise ConfigError(f"backend {settings.name}: give words: [http://HOST:PORT, ...], or url of a router")
     if shutil.which(_program(settings)) is None:
-        raise ConfigError(
-            f"backend {settings.name}: there is no program {_program(settings)!r}: pip install "
-            "vllm-router in an environment of its own, and add program=PATH to words"
-        )
+        remedy = "pip install vllm-router in an environment of its own, and add program=PATH to words"
+        raise ConfigError(f"backend {settings.name}: there is no program {_program(settings)!r}: {remedy}")
 
 
 def command(settings: BackendSettings, port: int) -> list[str]:

@@ -11,14 +11,8 @@ from selfspec_cli.gateway.request import CHAT, COMPLETIONS
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.wire import BrokenStream, loads
 
-REMOTE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+_UNKNOWN = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_UNKNOWN)}
 _OF_THE_ANSWER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "n", "vllm_xargs")
 
 

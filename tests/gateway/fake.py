@@ -4,8 +4,6 @@ The next token is a function of all tokens before it, so an answer that is conti
 answer, and one that was cut into tokens anew is not: text is cut by letters, but a generated token has several.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

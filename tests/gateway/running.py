@@ -1,7 +1,5 @@
 """A gateway and its fake backends in one event loop, and clients for it."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -24,6 +22,26 @@ QUICK = LimitSettings(first_byte_seconds=20.0, stall_seconds=20.0, queue_seconds
 supervisor.POLL_SECONDS = 0.05
 supervisor.OTHERS_SECONDS = 0.2
 replica.OPEN_SECONDS = 0.3
+
+
+@dataclass
+class Stream:
+    """What a client got of a stream."""
+
+    raw: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        lines = [part.removeprefix("data: ") for part in self.raw.decode().split("\n\n") if part]
+        assert lines[-1] == "[DONE]"
+        assert "[DONE]" not in lines[:-1]
+        return [json.loads(line) for line in lines[:-1]]
+
+    @property
+    def text(self) -> str:
+        choices = [event["choices"][0] for event in self.events if event.get("choices")]
+        return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
 
 
 @dataclass
@@ -73,26 +91,6 @@ class Running:
         await self.settled()
         self.gateway.log.write()
         return [json.loads(line) for line in self.gateway.log.file.read_text().splitlines()]
-
-
-@dataclass
-class Stream:
-    """What a client got of a stream."""
-
-    raw: bytes
-    headers: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        lines = [part.removeprefix("data: ") for part in self.raw.decode().split("\n\n") if part]
-        assert lines[-1] == "[DONE]"
-        assert "[DONE]" not in lines[:-1]
-        return [json.loads(line) for line in lines[:-1]]
-
-    @property
-    def text(self) -> str:
-        choices = [event["choices"][0] for event in self.events if event.get("choices")]
-        return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
 
 
 class Process:

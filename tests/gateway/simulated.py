@@ -4,8 +4,6 @@ What the policy sees is a `Replica`, which learns from the simulated times and f
 from real ones.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import math

@@ -287,11 +287,12 @@ def test_what_a_server_says_of_itself():
     assert (load.tokens, load.work) == (3.5, pytest.approx(1.8))
     same = between(read(text), read(text), load)
     assert (same.tokens, same.work) == (load.tokens, load.work)  # no round ended: nothing new is known
-    few = between({"drafts": 10, "accepted": 25}, {"drafts": 12, "accepted": 25}, load)
-    assert few.tokens == pytest.approx(1 + 25 / 12)  # two rounds that brought nothing, after ten
-    many = between({"drafts": 12, "accepted": 25}, {"drafts": 212, "accepted": 25}, few)
-    assert many.tokens == 1.0  # so the acceptance of a busy server is followed at once
-    one = Replica(BackendSettings(name="a"), load=load)
+    one = Replica(BackendSettings(name="a"), load=load, counts={"drafts": 10, "accepted": 25})
+    one.looked(one.look(), {"drafts": 12, "accepted": 31})
+    assert one.load.tokens == pytest.approx(1 + 31 / 12)  # two rounds that brought more, after ten
+    one.looked(one.look(), {"drafts": 212, "accepted": 31})
+    assert one.load.tokens == 1.0  # so the acceptance of a busy server is followed at once
+    one.load = load
     one.came_up()  # the server was started anew, and warmed up
     anew = between({"drafts": 100, "accepted": 250}, {"running": 0, "drafts": 10, "accepted": 0}, one.load)
     assert anew.tokens == 1.0
@@ -308,10 +309,8 @@ def test_what_a_server_expects_of_its_next_step_is_learnt():
     for _ in range(FEW):
         one.looked(one.look(), read(text))
     assert one.timing.steps.value(4) == pytest.approx(0.02)
-    for not_now in (
-        text.replace("} 4", "} 0"),
-        f"{text}vllm:selfspec_draft_length 0\n",
-    ):  # idle; or a step that is no round
+    for not_now in (text.replace("} 4", "} 0"), f"{text}vllm:selfspec_draft_length 0\n"):  # idle; a step, and no round
+        one.load = Load()
         one.looked(one.look(), read(not_now))
     assert one.timing.steps.value(4) == pytest.approx(0.02)
 

@@ -353,7 +353,7 @@ class Replica:
         which prompts are read takes longer, but how many of those there are is no property of the backend."""
         event = self.load.tokens if self.per_event is None else self.per_event
         times, running = zip(*sample, strict=True)
-        self.learn_tpot(statistics.mean(running), statistics.median(times) / event)
+        self.learn_tpot(statistics.fmean(running), statistics.median(times) / event)
 
     def learn_tpot(self, running: float, seconds: float) -> None:
         """A token of each of so many requests took so many seconds."""

@@ -21,8 +21,6 @@ SPECIAL = ("tools", "images", "sampled")
 
 @dataclass
 class BackendSettings:
-    """One place that answers."""
-
     name: str = knob("", help="what routes, metrics and errors call it")
     kind: str = knob("openai", help="how it is started and asked; a name of the registry of backends")
     url: str | None = knob(None, help="its address; a server that answers there is adopted", unset="one is started")
@@ -113,8 +111,6 @@ class LedgerSettings:
 
 @dataclass
 class GatewaySettings:
-    """A gateway."""
-
     host: str = knob("127.0.0.1", help="address to listen on")
     port: int = knob(8080, help="port to listen on; 0 takes a free one", low=0, high=65535)
     workers: int = knob(1, help="processes that answer at that port", low=1, high=256)

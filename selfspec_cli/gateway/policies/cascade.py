@@ -21,8 +21,6 @@ from selfspec_cli.gateway.request import EMBEDDINGS, Request
 
 @dataclass(frozen=True)
 class Options:
-    """When an answer is taken."""
-
     sure: float = knob(
         0.7, help="least mean probability of the tokens of an answer that is taken", unit="fraction", low=0, high=1
     )

@@ -11,8 +11,6 @@ from selfspec_cli.gateway.request import Request
 
 @dataclass(frozen=True)
 class Options:
-    """Which backend."""
-
     backend: str = knob("", help="name of the backend that gets all requests; empty: the first")
 
 

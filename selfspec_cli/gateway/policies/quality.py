@@ -43,8 +43,6 @@ def features(text: str) -> Vector:
 
 @dataclass(frozen=True)
 class Options:
-    """What is expected of a backend."""
-
     enough: float = knob(0.7, help="quality of which the cheapest backend is taken", unit="fraction", low=0, high=1)
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from selfspec_cli import children, terminal
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import log_of, serve_command, without_v1
-from selfspec_cli.gateway.replica import Replica, State, read
+from selfspec_cli.gateway.replica import Counts, Replica, State, read
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import FEW
 from selfspec_cli.gateway.upstream import BackendFailed, Upstream
@@ -52,6 +52,7 @@ class Supervisor:
         self.upstream, self.folder = upstream, folder
         self.looked, self.say, self.starts = looked, say, starts
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._counts: dict[tuple[str, str], Counts] = {}  # of servers that were left, by name and address
         self._ended: set[str] = set()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._warming: dict[Replica, asyncio.Task[None]] = {}
@@ -64,6 +65,7 @@ class Supervisor:
         self.replicas = list(replicas)
         for replica in gone:
             replica.draining = True
+            self._counts[replica.name, replica.url] = replica.counts or {}
             self._tasks.pop(replica).cancel()
             if process := self.processes.pop(replica.name, None):
                 self._retired[process] = asyncio.ensure_future(self._retire(replica, process))
@@ -75,6 +77,7 @@ class Supervisor:
         for replica, host in hosts.items():
             replica.neighbours = [one for one, other in hosts.items() if other == host and one is not replica]
         for replica in new:
+            replica.counts = self._counts.get((replica.name, replica.url))
             self._tasks[replica] = asyncio.ensure_future(self._look_on(replica))
 
     async def close(self) -> None:

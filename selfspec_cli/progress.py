@@ -40,5 +40,4 @@ class Progress:
         """Work goes on without it, for that reason; an engine in a process of its own gives the reason in its log."""
 
 
-ignore = Progress()
-"""Shows nothing."""
+ignore = Progress()  # shows nothing

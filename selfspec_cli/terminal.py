@@ -21,12 +21,9 @@ def tell(text: str) -> None:
 
 @contextmanager
 def kept_apart(log: Path) -> Iterator[TextIO]:
-    """Inside, all that is printed is appended to `log`; gives the stream that still reaches the user.
-
-    In a process of its own the descriptors 1 and 2 stay with the log when the block ends, because libraries print
-    while they are torn down, too; `sys.stderr` reaches the user again. Where somebody has replaced `sys.stderr` (a test
-    that captures it), the descriptors are put back.
-    """
+    """Inside, all that is printed is appended to `log`; gives the stream that still reaches the user. In a process of
+    its own the descriptors 1 and 2 stay with the log when the block ends, because libraries print while they are torn
+    down, too. Where somebody has replaced `sys.stderr` (a test that captures it), they are put back."""
     global _user
     log.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):

@@ -8,14 +8,8 @@ from pathlib import Path
 
 @contextmanager
 def written(file: Path) -> Iterator[Path]:
-    """Gives a path beside `file` to write to, and puts what was written in its place when the block ends.
-
-    The content is on the disk before it gets its name. A block that fails, on a full disk or by an interrupt, leaves
-    `file` as it was and nothing beside it.
-
-    Raises:
-        OSError: the folder cannot be made or written.
-    """
+    """Gives a path beside `file` to write to, and puts what was written in its place, whole and on the disk, when the
+    block ends. A block that fails leaves `file` as it was. Raises OSError: the folder cannot be made or written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:

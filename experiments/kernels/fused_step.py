@@ -29,7 +29,7 @@ from trunk_model import FEW_TOKENS, SHAPES, UNROUNDED, Model, Rounding, Step, bo
 from selfspec_cli.vllm_plugin.attention.one_query import attend
 from selfspec_cli.vllm_plugin.fused_step.drafting import EVENLY, MOST
 from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built
-from selfspec_cli.vllm_plugin.fused_step.layout import Stream, planned
+from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, planned
 from selfspec_cli.vllm_plugin.fused_step.models import WARPS
 from selfspec_cli.vllm_plugin.weights import few_tokens, one_token, rounding
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
@@ -44,10 +44,12 @@ PATIENCE: list[str] = []
 class Fused:
     """The kernel, for one number of tokens."""
 
-    def __init__(self, model: Model, tokens: int, warps: int = WARPS, evenly: float = EVENLY) -> None:
+    def __init__(
+        self, model: Model, tokens: int, warps: int = WARPS, evenly: float = EVENLY, blocks: int | None = None
+    ) -> None:
         shape, device = model.shape, torch.device("cuda")
         properties = torch.cuda.get_device_properties(device)
-        plan = planned(shape, properties.multi_processor_count, warps, evenly)
+        plan = planned(shape, blocks or properties.multi_processor_count, warps, evenly)
         build = built(shape, plan, tokens, properties.shared_memory_per_block_optin)
         self.kernel = Kernel(build, device, None, PATIENCE)
         self.stream = Stream(shape, plan, device)
@@ -195,10 +197,14 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=[f"{WARPS},{EVENLY}"], help="warps, evenly")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-separate", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="small steps on few blocks, for compute-sanitizer")
     parser.add_argument("--patience", type=int, help="end with an error after so many tries to read a word")
     arguments = parser.parse_args()
     PATIENCE.extend([] if arguments.patience is None else [f"-DPATIENCE={arguments.patience}"])
     none_arrived(torch.device("cuda"))
+    if arguments.tiny:
+        tiny(arguments.tokens)
+        os._exit(0)
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> None:
@@ -242,6 +248,17 @@ def main() -> None:
     os._exit(0)  # without CUDA's own end, which can wait for ever
 
 
+def tiny(widths: list[int]) -> None:
+    """A step of each number of tokens with everything in it, on sixteen blocks."""
+    model = Model(TINY)
+    for tokens in widths:
+        step = Step(model, CASES[tokens][0])
+        row = check(Fused(model, tokens, blocks=16).bind(step), step, FEW_TOKENS, loop=False, beside=False)
+        print(json.dumps(row), flush=True)
+        assert row["error"] < 0.01 and row["cache_error"] < 0.01 and row["untouched"] and row["same_again"], row
+
+
+TINY = Shape(2, 1024, 2048, 8, 2, 128, 16, 1e-6, bias=True, head_norms=True)
 CASES: dict[int, list[list[int]]] = {
     1: [[1], [2], [9], [70], [300], [1500], [5000]],
     2: [[5, 200], [0, 33], [1000, 3]],

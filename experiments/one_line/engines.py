@@ -139,6 +139,8 @@ def main() -> None:
     parser.add_argument("--llm", default="{}", help="more arguments of vLLM's LLM, in JSON")
     parser.add_argument("--beside", nargs="*", default=[], metavar="NAME=JSON|PATH", help="further engines")
     args = parser.parse_args()
+    if args.repeats < 2:
+        parser.error("--repeats: at least 2, because plain vLLM's second run is compared with its first")
     began = time.perf_counter()
     common = {
         "model": args.model,

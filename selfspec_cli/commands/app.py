@@ -1,4 +1,4 @@
-"""The command line: words in, exit codes out. Each command is a module of its own; the work is in stages/.
+"""The command line: words in, exit codes out. Commands of one kind share a module; the work is in stages/.
 
 Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 """
@@ -10,22 +10,17 @@ import typer
 
 from selfspec_cli import __version__
 from selfspec_cli.commands import runs
-from selfspec_cli.commands.check import check
-from selfspec_cli.commands.doctor import doctor
-from selfspec_cli.commands.fit import fit_draft_weights, fit_heads, fit_lsq
+from selfspec_cli.commands.check import check, verify
+from selfspec_cli.commands.fit import fit_draft_weights, fit_heads, fit_lsq, roc, tune
 from selfspec_cli.commands.gateway import gateway
-from selfspec_cli.commands.help import NamesCommands
-from selfspec_cli.commands.load import load
-from selfspec_cli.commands.options import show_options
+from selfspec_cli.commands.options import doctor, show_options
 from selfspec_cli.commands.profile import profile
 from selfspec_cli.commands.quality import evaluate, ppl
-from selfspec_cli.commands.report import report
-from selfspec_cli.commands.roc import roc
+from selfspec_cli.commands.runs import report
 from selfspec_cli.commands.screen import warn
-from selfspec_cli.commands.serve import serve
+from selfspec_cli.commands.serve import load, serve
+from selfspec_cli.commands.shared import NamesCommands
 from selfspec_cli.commands.sweep import bench, sweep
-from selfspec_cli.commands.tune import tune
-from selfspec_cli.commands.verify import verify
 from selfspec_cli.early_exit import sprint_aliases
 
 COMMANDS = (

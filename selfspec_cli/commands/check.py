@@ -1,5 +1,7 @@
-"""`selfspec check`: is the speed still what a file asks for; the verdict as a table, as JSON and as JUnit XML."""
+"""`selfspec check` and `selfspec verify`: is the speed still what a file asks for, and is an arm lossless here."""
 
+import os
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,19 +10,17 @@ from xml.etree import ElementTree
 import typer
 
 from selfspec_cli.commands import configs, screen
-from selfspec_cli.commands import load as load_command
-from selfspec_cli.commands.measuring import ENGINES, Backend, tracked
-from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, Output, say, warn
-from selfspec_cli.commands.shared import Overrides, command
+from selfspec_cli.commands.measuring import ENGINES, Backend, on_engines, tracked
+from selfspec_cli.commands.screen import ROWS_KEPT, RUN_FAILED, Output, say, show_facts, warn
+from selfspec_cli.commands.serve import as_loads, servers
+from selfspec_cli.commands.shared import Config, Overrides, command
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.record import folder as results_folder
+from selfspec_cli.stages import check as stage
 from selfspec_cli.stages import plan, preflight
-from selfspec_cli.stages.check import file as check_file
-from selfspec_cli.stages.check import run as stage
-from selfspec_cli.stages.check.file import CheckFile
-from selfspec_cli.stages.check.verdict import ABSENT, GREEN, RED, UNSURE, Result
+from selfspec_cli.stages.check import ABSENT, GREEN, RED, UNSURE, CheckFile, Result
 from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
 from selfspec_cli.whole import written
 
@@ -45,7 +45,7 @@ def check(
 ) -> None:
     """Performance check: is the speed still what FILE asks for? Exit code 0: green; 1: red, or not measurable, which
     the last line says; 2: bad input."""
-    asked = check_file.with_words(check_file.read(file), overrides or [])
+    asked = stage.with_words(stage.read(file), overrides or [])
     cfgs = _configs(asked, file, plant)
     folder = Path(plan.results_dir(cfgs))
     if out.dry_run:
@@ -55,7 +55,7 @@ def check(
             screen.show_plan(points)
         return out.answer(screen.plan_document(points) | limits, lambda: screen.show_facts(limits))
     preflight.check_device(cfgs[0])
-    backend: Backend = load_command.servers(cfgs, []) if asked.served else ENGINES
+    backend: Backend = servers(cfgs, []) if asked.served else ENGINES
     run_id = results_folder.new_run_id()
     with tracked("check", cfgs[0]), at_work("check", folder, out.debug) as shown:
         open_engine, bench = backend.opened(shown, run_id)
@@ -70,10 +70,9 @@ def check(
 
 
 def _configs(asked: CheckFile, path: Path, plant: str | None) -> list[RunConfig]:
-    """The checked config of each case, as this machine can run it. Raises ConfigError: a setting, or `plant`, that
-    there is not or that does not go with this file."""
+    """The checked config of each case. Raises ConfigError: a setting, or `plant`, does not go with this file."""
     cfgs = [configs.one([*case.words], None) for case in asked.cases]
-    cfgs = load_command.as_loads(cfgs) if asked.served else cfgs
+    cfgs = as_loads(cfgs) if asked.served else cfgs
     if plant is not None:
         if plant not in stage.PLANTED:
             raise ConfigError(closest(plant, stage.PLANTED, "--plant"))
@@ -135,3 +134,92 @@ def as_junit(document: dict[str, Any]) -> bytes:
             message = ": ".join(filter(None, (result.outcome, result.measured, result.note)))
             ElementTree.SubElement(case, tags[result.outcome], message=message)
     return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)) + b"\n"
+
+
+@command(
+    epilog="Examples: selfspec verify layer=3 k=4   ·   selfspec verify model=llama3_8b engine=gpu --batch-invariant"
+)
+def verify(
+    out: Output,
+    overrides: Overrides = None,
+    config: Config = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="More requests, every gate, every way to sample.")
+    ] = False,
+    only: Annotated[str, typer.Option("--cases", help="Only these cases: NAME,NAME. Case mixed is always run.")] = "",
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="With vLLM's batch-invariant kernels (CUDA): no token may differ.")
+    ] = False,
+    near_tie: Annotated[
+        float | None,
+        typer.Option("--near-tie", min=0, help="Gap in nats up to which two tokens count as equally likely."),
+    ] = None,
+    plant: Annotated[
+        str | None, typer.Option("--plant", help="Plant this fault, or all of them in turn: each must be named.")
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs on the same engines, each with a new seed.")] = 1,
+) -> None:
+    """Show that an arm is lossless here: compare greedy and sampled outputs with those of an engine without drafts."""
+    from selfspec_cli.stages.verify import greedy, run
+    from selfspec_cli.stages.verify.engines import EVERY, Wanted
+    from selfspec_cli.stages.verify.verdict import KINDS, PASSING
+
+    cfg = configs.one(overrides, config)
+    named = tuple(name for name in only.split(",") if name)
+    _check_names("--plant", [plant] if plant else [], [*KINDS, EVERY])
+    _check_names("--cases", named, greedy.GROUPS)
+    size = greedy.THOROUGH if thorough else greedy.QUICK
+    wanted = Wanted(size, thorough, named, batch_invariant, near_tie, plant, repeat)
+    run.check(cfg, wanted)
+    (cfg,) = configs.runnable([cfg])
+    if out.dry_run:
+        return out.answer(document := run.plan(cfg, wanted), lambda: show_facts(document))
+    preflight.check_device(cfg)
+    if batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it when it is imported, and so do its workers
+    with on_engines(out, "verify", cfg, forked=True) as engines:
+        document = run.run(cfg, wanted, **engines)
+    out.answer(document, lambda: show_verdict(document))
+    raise typer.Exit(0 if document["verdict"] in PASSING else RUN_FAILED)
+
+
+def _check_names(option: str, names: Iterable[str], allowed: Collection[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(closest(name, allowed, option))
+
+
+def show_verdict(document: dict[str, Any]) -> None:
+    """The verdict for people: a line a case, a line a way to sample, and the verdict last."""
+    for name, proof in document["proof"].items():
+        say(f"{'caught' if proof['caught'] else 'MISSED':<15} the fault {name} that this run planted itself")
+    for row in document["cases"]:
+        counted = f"{row['differ']} of {row['compared']} differ" if row["differ"] else f"{row['compared']} identical"
+        drafted = f", {row['accepted']} of {row['drafted']} drafted tokens accepted" if row.get("drafted") else ""
+        say(f"{row['verdict']:<15} {row['name']:<15} {counted}{drafted}" + _note(row))
+    for row in document["sampling"]:
+        say(f"{row['verdict']:<15} {row['name']}: {_figures(row)}" + _note(row))
+    for name in ("own_drafts", "head", "plain_repeats"):
+        if document[name]:
+            facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in document[name].items())
+            say(f"{'':<15} {name.replace('_', ' ')}: {facts}")
+    for kind, fault in document.get("faults", {}).items():
+        say(f"{'named' if fault['named'] else 'MISSED':<15} the planted fault {kind}: {fault['reason']}")
+    if document["runs"] > 1:
+        say(", ".join(f"{count} of {document['runs']} runs: {name}" for name, count in document["verdicts"].items()))
+    say(f"{document['verdict']}: {document['reason']}", "bold")
+    say(f"{document['seconds']} s; {document['file']}")
+
+
+def _figures(row: dict[str, Any]) -> str:
+    if "p" not in row:
+        return ""
+    text = f"p = {row['p']:.3g}, distance {row['distance']:.3f} (plain from itself {row['distance_plain']:.3f})"
+    if row["detectable_share"]:
+        text += f", finds {row['detectable_share']:.0%} of {row['texts']} texts"
+    exact = row.get("p_exact")
+    return text if exact is None else f"{text}, against the exact distribution p = {exact:.3g}"
+
+
+def _note(row: dict[str, Any]) -> str:
+    return f"  ({row['note']})" if row.get("note") else ""

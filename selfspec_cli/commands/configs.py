@@ -1,7 +1,5 @@
 """Configs for a command: what a user's words span, checked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,9 +69,8 @@ def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
 
 
 def copies_of_all_layers(overrides: list[str]) -> list[RunConfig]:
-    """What an ordinary model drafts with, where the user names no layers, weights or context: copies of all its layers.
-    None on a CPU, which dequantises copies and so gains nothing by them, for a model that says at which layer it exits,
-    and for a model of which there can be none."""
+    """An ordinary model's drafts, where the user names no layers, weights or context: copies of all its layers. None on
+    a CPU, which gains nothing by copies, for a model that says where it exits, and for one that cannot have any."""
     first = several(overrides)[0]
     named = {word.partition("=")[0] for word in overrides}
     layers = model_facts(first).layers

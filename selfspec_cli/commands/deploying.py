@@ -21,12 +21,9 @@ OF_A_SERVER = ("model=", "model.", "engine=", "engine.")
 
 
 def chosen(command: str, cfg: RunConfig, speedup: float | None, words: Sequence[str] = ()) -> dict[str, Any]:
-    """What to deploy once `command` has chosen `cfg`, as JSON; writes the files that it names.
-
-    speedup: what was measured or expected, over plain decoding; where it is none, the model alone is to be served.
-    words: arguments of `selfspec serve` that start the same server; without them it reads the file of the config.
-    A head that is no longer there is said under "error", and fails nothing that was measured.
-    """
+    """What to deploy once `command` has chosen `cfg`, as JSON; writes the files that it names. speedup: over plain
+    decoding; without one the model alone is served. words: arguments of `selfspec serve` that start the same server;
+    without them it reads the file of the config. A head that is gone is said under "error"."""
     try:
         pays = speedup is None or speedup > 1
         if not pays:
@@ -84,8 +81,7 @@ def _speedup(point: Point) -> float:
 
 
 def of_report(results: Path, out: Path) -> list[dict[str, Any]]:
-    """What to deploy by the points of a folder: a document of `chosen` for each model, with "what" it is. out: the
-    folder that the files are written to."""
+    """What to deploy by the points of a folder: `chosen` for each model, with "what" it is. out: for its files."""
     if archive.inside(results) is not None:
         return []  # what is published was measured elsewhere
     found = []

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.screen import Output, note, say
@@ -50,7 +51,10 @@ def gateway(
 
     settings = load()
     if out.dry_run:
-        return out.answer({"dry_run": True, "gateway": asdict(settings)}, lambda: say(_text(settings)))
+        plan = asdict(settings)
+        return out.answer(
+            {"dry_run": True, "gateway": plan}, lambda: say(yaml.safe_dump(plan, sort_keys=False).rstrip())
+        )
     if named == [DEMO]:
         return _demo(settings, out)
     from selfspec_cli.gateway import server, workers
@@ -61,12 +65,6 @@ def gateway(
             f"port={settings.port}: it cannot listen on {settings.host}:{settings.port} ({error.strerror})"
         ) from error
     serve(settings, note, load)
-
-
-def _text(settings: GatewaySettings) -> str:
-    import yaml
-
-    return str(yaml.safe_dump(asdict(settings), sort_keys=False)).rstrip()
 
 
 def _demo(settings: GatewaySettings, out: Output) -> None:
@@ -97,10 +95,6 @@ ROUTES = {
 }
 """Headings, and the fields of `gateway.demo.routes` under them."""
 
-GAINS = ("model", "backend", "compared", "requests", "baseline requests", "gain", "95 % interval")
-COMPARED = {"seconds": "time", "money": "cost"}
-BASELINE = "baseline: requests drawn at random that went to the first backend, without drafts and cache"
-
 
 def _show(found: dict[str, Any]) -> None:
     say("What requests took, by backend: times are medians, the rest are sums; prices are made up", "bold")
@@ -111,7 +105,7 @@ def _show(found: dict[str, Any]) -> None:
         (
             gain["model"],
             "all together" if gain["route"] == ALL else gain["route"],
-            COMPARED[gain["of"]],
+            {"seconds": "time", "money": "cost"}[gain["of"]],
             gain["requests"],
             gain["plain_requests"],
             "" if gain["gain"] is None else f"{gain['gain']:.2f}",
@@ -119,8 +113,9 @@ def _show(found: dict[str, Any]) -> None:
         )
         for gain in found["gains"]
     ]
-    screen.table(GAINS, gains, text=(0, 1, 2))
-    say(BASELINE)
+    heads = ("model", "backend", "compared", "requests", "baseline requests", "gain", "95 % interval")
+    screen.table(heads, gains, text=(0, 1, 2))
+    say("baseline: requests drawn at random that went to the first backend, without drafts and cache")
     screen.show_files(found["checks"] | {"log of every request": found["log"]})
 
 

@@ -34,11 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Which points a sweep measures, and until when.
-
-    again: finished points too. reuse_baseline: see `sweep.run`. retry_failed: only points that failed. max_hours: begin
-    no point after that; None for no limit. execute: run the code that the model writes (stages/humaneval.py).
-    """
+    """Which points a sweep measures, and until when: `plan.plan` has the first three. max_hours: begin no point after
+    that. execute: run the code that the model writes (stages/humaneval.py)."""
 
     again: bool = False
     reuse_baseline: bool = False
@@ -68,11 +65,9 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class Backend:
-    """What arms are measured on, engines in this process or servers.
-
-    opened: for the screen and the run id of a command, what starts one for a config, and what measures a config on it.
-    warnings: what points say against their own figures. found: what else they say, in sentences. page: writes the
-    report page of a folder; None for a command that writes none."""
+    """What arms are measured on, engines in this process or servers. opened: from the screen and the run id of a
+    command, what starts one for a config, and what measures a config on it. warnings: what points say against their own
+    figures. found: what else they say. page: writes the report page of a folder."""
 
     opened: Callable[[Progress, str], tuple[sweep_stage.OpenEngine, sweep_stage.Bench]]
     warnings: Callable[[Sequence[Point]], list[str]] = lambda points: []
@@ -81,9 +76,9 @@ class Backend:
 
 
 def _engines(shown: Progress, run_id: str) -> tuple[sweep_stage.OpenEngine, sweep_stage.Bench]:
-    from selfspec_cli.stages.bench import run as bench_one
+    from selfspec_cli.stages.measure import bench
 
-    return shown_starting(shown, forked=True), bench_one
+    return shown_starting(shown, forked=True), bench
 
 
 ENGINES = Backend(_engines)
@@ -159,7 +154,6 @@ def _with_baselines(folder: Path, keys: set[str]) -> list[Record]:
 def _sweep(
     command: str, runs: list[RunConfig], options: SweepOptions, debug: bool, backend: Backend
 ) -> tuple[sweep_stage.SweepResult, list[planning.Plan]]:
-    """The sweep on real engines, with the tracker; and what it had planned."""
     run_id, folder = results_folder.new_run_id(), Path(planning.results_dir(runs))
     ends = None if options.max_hours is None else time.time() + 3600 * options.max_hours
     with tracked(command, runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
@@ -194,8 +188,7 @@ def on_engines(
 
 
 def shown_starting(progress: Progress, *, forked: bool = False) -> Callable[..., AbstractContextManager[Any]]:
-    """`engine.live.open_engine`, reporting when an engine starts. vLLM is imported when the first one does. forked: see
-    `engine.live.fork_engines`."""
+    """`engine.live.open_engine`, reporting when an engine starts. forked: see `engine.live.fork_engines`."""
 
     @contextmanager
     def open_engine(cfg: RunConfig, **more: Any) -> Iterator[Any]:
@@ -223,9 +216,8 @@ def begun(progress: Progress, opening: AbstractContextManager[T]) -> Iterator[T]
 
 @contextmanager
 def tracked(command: str, cfg: RunConfig, run_id: str | None = None) -> Iterator[Tracker]:
-    """The tracker of `cfg` for as long as a command measures. In the end its messages are shown, and it gets the table
-    and the figures of the results folder unless the command has sent a report of its own. Raises ConfigError: the
-    tracker that is asked for is not installed."""
+    """The tracker of `cfg` while a command measures; then it gets the table and figures of the results folder, unless a
+    report was sent. Raises ConfigError: the tracker that is asked for is not installed."""
     with open_tracker(cfg, run_id or results_folder.new_run_id()) as tracker:
         yield tracker
         if cfg.tracker.kind != "none" and not tracker.reported:

@@ -1,10 +1,8 @@
 """`selfspec profile`: where the time of an arm goes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +13,6 @@ from selfspec_cli.commands.shared import Config, Overrides, command
 from selfspec_cli.record import quality, tables
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import preflight
-
-if TYPE_CHECKING:
-    from selfspec_cli.record.quality import Profile
 
 SHOWN = 12  # kernels
 
@@ -50,7 +45,7 @@ def profile(
     out.answer(asdict(found) | {"files": files}, lambda: show(found, files))
 
 
-def show(profile: Profile, files: dict[str, str]) -> None:
+def show(profile: quality.Profile, files: dict[str, str]) -> None:
     """Shares of the wall time, and the slowest kernels."""
     screen.table(
         ("part", "share", "ms a round", "what it is"),

@@ -1,7 +1,5 @@
 """`selfspec ppl` and `selfspec eval`: the quality of what arms generate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -168,7 +166,6 @@ def _value(columns: dict[str, Any], name: str, *, sign: bool) -> str:
 
 
 def _scores(findings: list[Finding]) -> Rows:
-    """One row an arm and score."""
     for finding in findings:
         for score in finding.found["scores"]:
             error = "" if score["stderr"] is None else f"{score['stderr']:.4f}"

@@ -1,24 +1,113 @@
-"""`selfspec runs`: list, filter, show, delete and export the points of a results folder."""
+"""`selfspec report`: show what was measured, on the terminal, as a page, as text, or two sets side by side; `selfspec
+runs`: list, filter, show, delete and export the points of a results folder."""
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markdown import Markdown
 
 from selfspec_cli.commands import configs
-from selfspec_cli.commands.help import NamesCommands
 from selfspec_cli.commands.screen import Output, emit, say, show_facts, table, warn
-from selfspec_cli.commands.shared import Folder, command
+from selfspec_cli.commands.shared import Folder, NamesCommands, command
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import group_title, label, times
+from selfspec_cli.report.table import Format
 from selfspec_cli.stages import preflight
+
+
+class By(StrEnum):
+    """What a report can be broken down by."""
+
+    category = "category"
+
+
+@command(
+    epilog="Examples: selfspec report   ·   selfspec report results_dir=results/mine --format md   ·   "
+    "selfspec report --compare results/before results/after",
+    settings=False,
+    dry_run=False,
+)
+def report(
+    out: Output,
+    overrides: Folder = None,
+    pages: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the page and figures, if not results_dir.")
+    ] = None,
+    form: Annotated[
+        Format, typer.Option("--format", help="html writes the page; the others go to stdout.")
+    ] = Format.html,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            "--compare",
+            metavar="A B",
+            help="Two folders, or two of one folder's git revisions, machines or "
+            "runs: what differs, and whether it is more than noise.",
+        ),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option("--where", help="Only rows that meet a condition: gate=margin, speedup>1.5; repeatable."),
+    ] = None,
+    by: Annotated[
+        By | None, typer.Option("--by", help="A table by category of prompts, in place of the report.")
+    ] = None,
+    figures: Annotated[bool, typer.Option("--figures", help="Write each figure as SVG and PNG too.")] = False,
+) -> None:
+    """Show what was measured: tables here, and a self-contained page (HTML) with figures; or compare two sets."""
+    folder = configs.results_dir(overrides)
+    if compare is None and by is None and form is Format.html:
+        return _page(out, folder, pages or folder, where or [], figures)
+    from selfspec_cli.report import compare as comparing
+    from selfspec_cli.report import sources, table
+
+    form = Format.json if out.as_json else form
+    if compare is not None:
+        comparison = comparing.compare(compare, folder, where or [])
+        warnings, text = comparison.warnings, comparing.text(comparison, form)
+    else:
+        read = sources.read(folder, where or [])
+        warnings, text = read.warnings, (table.text if by is None else table.by_category)(read, form)
+    warn(warnings)
+    console = Console()
+    if form is Format.html and console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text, end="")
+
+
+def _page(out: Output, folder: Path, pages: Path, where: Sequence[str], figures: bool) -> None:
+    from selfspec_cli.commands import deploying
+    from selfspec_cli.report import make, sources, table
+
+    made, page, pictures = make.run(folder, pages, where=where, files=figures)
+    warn(made.warnings)
+    deploy = deploying.of_report(folder, pages)
+    if out.as_json:
+        files = {"page": page, "figures": pictures}
+        return emit({"rows": [plain(row) for row in made.rows], **files, "warnings": made.warnings, "deploy": deploy})
+    table.show(made.rows, Console(), made.targets)
+    places = sources.folders(folder)
+    if places != [folder]:
+        say(f"{folder} holds no points of its own: these are of {len(places)} results folders below it")
+    if pictures:
+        say(f"figures: {len(pictures)} files in {pictures[0].parent}")
+    say(f"page: {page}")
+    for one in deploy:
+        say(f"\n{one['what']}", "bold") if "what" in one else None
+        deploying.show(one)
+
 
 app = typer.Typer(
     cls=NamesCommands, no_args_is_help=True, help="List, filter, show, delete and export measured points."
@@ -156,7 +245,6 @@ def _ask(rows: list[Record], as_json: bool) -> None:
 
 
 def _place(words: list[str]) -> tuple[Path, list[str]]:
-    """The results folder that the words name, and the other words."""
     named = [word for word in words if word.startswith(f"{RESULTS}=")]
     folder = configs.results_dir(named)
     _expect_points(folder)
@@ -164,7 +252,6 @@ def _place(words: list[str]) -> tuple[Path, list[str]]:
 
 
 def _expect_points(folder: Path) -> None:
-    """Raises ConfigError where nothing was measured in a folder or an archive."""
     archive.expect(folder, RESULTS)
     if not archive.is_folder(folder / results.RUNS):
         raise ConfigError(
@@ -180,7 +267,7 @@ def _points(folder: Path) -> list[Point]:
 
 
 def _one(points: list[Point], name: str) -> Point:
-    """The one point whose id begins so; of several of one key the newest."""
+    """The newest point whose id begins so."""
     matching = [point for point in points if point.id.startswith(name)]
     if not matching:
         raise ConfigError(f"no point's id begins with {name!r}; selfspec runs list shows them")

@@ -1,7 +1,5 @@
 """What a user sees: one JSON line or a table, a plan, or an error that fits on a screen."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -57,8 +55,7 @@ ROWS_KEPT = f"rows measured so far are kept, but {BEGINS_AGAIN}"
 
 @contextmanager
 def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None]:
-    """Exceptions into exit codes and one-screen messages: 2 bad input, 1 the run failed, 130 interrupted. then:
-    GOES_ON, or whatever else is true after an interrupt."""
+    """Exceptions into exit codes and one-screen messages. then: what is true after an interrupt, such as GOES_ON."""
     try:
         yield
     except typer.Exit:
@@ -90,8 +87,7 @@ def _of_disk(error: OSError) -> str | None:
 
 
 def _is_written_to(place: Path) -> bool:
-    """Whether a place is one of this command's folders of results and heads, as they were typed or by default, a file
-    in one that is there, or a folder above."""
+    """Whether a place is one of this command's folders of results and heads, a file in one, or a folder above."""
     default = {name: getattr(RunConfig(), name) for name in ("results_dir", "head_dir")}
     typed = [value for name, _, value in (word.partition("=") for word in sys.argv) if name in default]
     for folder in map(Path, [*default.values(), *typed]):
@@ -239,8 +235,7 @@ def in_words(value: Any) -> str:
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[Any]], *, text: Iterable[int] = (0,), styles: Sequence[str] = ()
 ) -> None:
-    """Print rows of cells under `heads`; only a terminal cuts them, and folds the last column. text: the columns that
-    are no numbers. styles: of each row."""
+    """Print rows of cells; only a terminal folds the last column. text: columns that are no numbers."""
     made, columns = Table(header_style="bold", box=None, padding=(0, 1), pad_edge=False), set(text)
     for number, head in enumerate(heads):
         last = number == len(heads) - 1

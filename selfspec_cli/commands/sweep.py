@@ -61,8 +61,7 @@ def sweep(
 
 
 def sky_command(cfg: RunConfig, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """What is given to SkyPilot for `selfspec sweep` with these words and options, such as "--max-hours=2". Raises
-    ConfigError: there is no bucket for the results, or an option cannot be handed on."""
+    """SkyPilot's command for `selfspec sweep`. Raises ConfigError: no bucket, or an option that cannot be handed on."""
     for option in options:
         if option.partition("=")[0] not in HANDED_ON:
             raise ConfigError(
@@ -86,8 +85,7 @@ def sky_command(cfg: RunConfig, words: Sequence[str], options: Sequence[str] = (
 
 
 def _launch_on_sky(cfg: RunConfig, words: Sequence[str], options: Sequence[str], out: Output) -> None:
-    """Show SkyPilot's command, and unless `dry_run` run it; its exit code is this command's. Raises ConfigError where
-    SkyPilot is not installed."""
+    """Show SkyPilot's command, and unless `dry_run` run it; its exit code is this command's."""
     made = sky_command(cfg, words, options)
     out.answer({"command": made}, lambda: say(shlex.join(made)))
     if out.dry_run:

@@ -74,8 +74,6 @@ class Screen(Progress):
                 get_renderable=self._picture,
             )
 
-    # ---- how it is shown -------------------------------------------------------------------------------------------
-
     def open(self) -> None:
         """Begin to draw, or to speak."""
         if self._live is not None:
@@ -138,8 +136,6 @@ class Screen(Progress):
         repeats = self.counts.get("repeats")
         done = len(self.finished) + (repeats.done / repeats.total if repeats else 0.0)
         return so_far / done * (len(self.arms) - done)
-
-    # ---- what stages report ----------------------------------------------------------------------------------------
 
     def _begin(self, doing: str) -> None:
         self.doing, self.since = doing, self.clock()

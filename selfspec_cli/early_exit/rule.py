@@ -47,8 +47,10 @@ WORTH_LEAVING_OUT = 0.3
 """Draft steps that reading a part of the context must take for drafts to leave it out. Blocks of greatest attention
 lose 12 to 16 % of a step's tokens (results/LOG.md), and draft steps that take 0.2 to 0.3 longer lose as much."""
 
-DRAFTING_HELD, PLAIN_HELD, LEAST_HELD = 4, 16, 2
-"""Steps that a choice holds for, so that choosing costs nothing; the last for a width that was never seen."""
+HELD, PLAIN_HELD, LEAST_HELD = 4, 16, 2
+"""Steps that a choice holds for, so that choosing costs nothing: usually, for plain steps while they are the best, and
+for a width that was never seen while drafts are. The last two plain steps before drafts, and the last two with drafts
+before plain steps, say nothing of their time (see `LengthRule.stepped`), so trials hold as long as other choices."""
 PLAUSIBLE, UNSEEN_SHARE = 0.85, 0.01
 """A width that was never seen at a batch size is tried if it is predicted to reach this share of the best. Such trials
 may lose UNSEEN_SHARE of all time: steps of many drafts are long on a large model."""
@@ -77,8 +79,6 @@ SURPRISE, LEFT_AFTER_SURPRISE = 4.0, 0.1
 TRIAL_SHARE, COMPARED_SHARE = 0.003, 0.001
 """Shares of the steps' time that may be lost by trying drafts while plain steps are the best, and plain steps while
 drafts are."""
-TRIAL_DRAFTS = 64
-"""Verified first drafts that are enough for a trial: large batches need no DRAFTING_HELD steps."""
 FIRST_RATE, FIRST_TRIALS = 0.8, 4.0
 """First guess of a position's acceptance, and the number of drafts that it counts for."""
 
@@ -151,7 +151,7 @@ class Acceptance:
     def __post_init__(self) -> None:
         self.stood, self.failed = [0.0] * self.k, [0.0] * self.k
 
-    def add(self, judged: Sequence[int], stood: Sequence[int], now: float, requests: int = 0) -> bool:
+    def add(self, judged: Sequence[int], stood: Sequence[int], now: float, requests: float = 0) -> bool:
         """Take in verdicts; whether they contradict earlier ones. judged, stood: of each position from the first on.
 
         requests: that might have drafted. Where most did not, because they copied their drafts from the text, others
@@ -336,6 +336,7 @@ class LengthRule:
         self._held: dict[tuple[int, int], tuple[Choice, int, float]] = {}
         self._buckets: dict[int, int] = {}  # of contexts, by batch size
         self._brought: list[list[tuple[Brought, int, float, int]]] = [[], []]  # before the last verdicts, and since
+        self._unmatched = 0  # requests of steps with draft slots without a first draft, that were not counted yet
         # Seconds that steps took. Trials are rare by these: after a pause, a trial in its first steps, which take the
         # host longer, would say that what is tried is slow.
         self._busy = 0.0
@@ -359,12 +360,27 @@ class LengthRule:
         self._held[load, most] = choice, steps - 1, self.clock() + 2 * steps * choice.seconds
         return choice
 
-    def stepped(self, requests: int, width: int, seconds: float, prompt: int = 0, accepted: float = 0.0) -> None:
-        """Take in the time of a step, on about the context of the last choice. prompt: tokens of prompts that it
-        computed. accepted: drafts that it accepted, in the mean of its requests."""
+    def stepped(
+        self,
+        requests: int,
+        width: int,
+        seconds: float,
+        prompt: int = 0,
+        accepted: float = 0.0,
+        latest: int | None = None,
+    ) -> None:
+        """Take in the time from the tokens of the step before to those of a step, on about the context of the last
+        choice. prompt: tokens of prompts that it computed. accepted: drafts that it accepted, in the mean of its
+        requests. latest: width that was chosen last; None: the same.
+
+        A host that launches steps before it reads earlier ones spends this time on the launches of later steps. Drafts
+        take it longer, so between drafting and plain steps the time belongs to neither.
+        """
         load, bucket = self._place(requests)
         kind = load, bucket, width, prompt > 0
         self._busy += seconds
+        if latest is not None and (latest > 0) != (width > 0):
+            return
         if not (width or prompt):
             self._plain[load] = self._busy
         if kind not in self._seen:
@@ -398,7 +414,14 @@ class LengthRule:
         Steps are compared with an acceptance that knows of them: verdicts may come a copy later. What was learnt under
         another acceptance is forgotten. Steps in which nothing was drafted have no verdicts, but count too.
         """
-        requests = sum(requests for *_, requests in self._brought[0])
+        requests: float = sum(requests for *_, requests in self._brought[0])
+        if not self.times.draft_step(1):
+            # With prompt lookup alone, no match is worth what a draft that failed is. Verdicts may be of a step or two
+            # more or less, which looks like a change of the traffic.
+            self._unmatched += int(requests) - judged[0]
+            missing = max(self._unmatched, 0)
+            judged, requests = [judged[0] + missing, *judged[1:]], math.inf
+            self._unmatched -= missing
         if judged[0] and self.acceptance.add(judged, stood, self.clock(), requests):
             self._yields.clear()
             self._brought = [[], []]
@@ -446,7 +469,8 @@ class LengthRule:
     ) -> tuple[int, int]:
         """The best width, or a trial of another, and the steps that it holds for."""
         losses = {width: there.seconds * (1 - speeds[width] / speeds[best]) for width, there in outlooks.items()}
-        spare = UNSEEN_SHARE * (self._busy - self._explored) / LEAST_HELD
+        held = LEAST_HELD if best else HELD
+        spare = UNSEEN_SHARE * (self._busy - self._explored) / held
         # The time of plain steps is seen, not predicted: drafting takes the host longer.
         unseen = [
             width
@@ -458,10 +482,9 @@ class LengthRule:
             width = max(unseen, key=speeds.__getitem__) if min(unseen) else 0
             if width and losses[width]:
                 self._explored = self._busy
-            return width, LEAST_HELD if width else DRAFTING_HELD
-        trial_steps = max(LEAST_HELD, min(DRAFTING_HELD, TRIAL_DRAFTS // load))
+            return width, held if width else HELD
         other = 0 if best else max((width for width in outlooks if width), key=speeds.__getitem__, default=0)
-        loss = (trial_steps if other else LEAST_HELD) * losses[other]
+        loss = HELD * losses[other]
         since = self._busy - (self._drafted if other else max(self._compared, self._plain.get(load, 0.0)))
         width = best
         if since * (TRIAL_SHARE if other else COMPARED_SHARE) > loss:
@@ -474,9 +497,7 @@ class LengthRule:
                 for each, there in outlooks.items()
             }
             width = max(drawn, key=drawn.__getitem__)
-        if not width:
-            return width, LEAST_HELD if best else PLAIN_HELD
-        return width, DRAFTING_HELD if width == best else trial_steps
+        return width, HELD if best or width else PLAIN_HELD
 
     def _outlook(self, load: int, context: float, width: int, survival: Sequence[float], now: float) -> Outlook:
         """What a width is expected to take and to bring, at the share of steps with prompts of that width."""

@@ -3,8 +3,6 @@
 A run is described by a `Job`, in plain values; `run` gives what came back, also of a run that an interrupt cut short.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -41,11 +39,8 @@ class ClientsError(RuntimeError):
 @dataclass(frozen=True)
 class Job:
     """What to ask. Exactly one of clients (a closed loop) and arrivals (seconds from the beginning, rising) is given; a
-    closed loop ends after `requests`, or begins no more requests after `seconds`.
-
-    prompts: for each what the body of its request says besides `body`; request n asks the prompt n modulo their number.
-    processes: that the clients are spread over, because one of them reads no more than some 20,000 outputs a second.
-    """
+    closed loop ends after `requests`, or begins no more after `seconds`. prompts: what each adds to `body`; request n
+    asks the prompt n modulo their number. processes: one reads no more than some 20,000 outputs a second."""
 
     url: str
     body: Mapping[str, Any]
@@ -124,11 +119,8 @@ def run(
     job: Job, folder: Path, *, check: Callable[[], None], progress: Callable[[int, float], None] = lambda *_: None
 ) -> Run:
     """Run a job to its end; raises ClientsError if locust failed. Leaves job.json, samples.jsonl and clients.log in
-    `folder`, which is new.
-
-    check: called while the clients work; what it raises ends them. progress: called with the requests ended and the
-    seconds gone so far.
-    """
+    `folder`, which is new. check: called while the clients work; what it raises ends them. progress: called with the
+    requests ended and the seconds gone so far."""
     folder.mkdir(parents=True, exist_ok=True)
     log, whole = folder / "clients.log", folder / "samples.jsonl"
     (folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
@@ -161,7 +153,6 @@ def run(
 
 
 def _start(job: Job, number: int, out: Path, count: int, log: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start process `number` of `count`, which leaves its samples in `out`."""
     users = str(len(range(number, job.clients or count, count)))
     command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py"))]
     command += ["--headless", "--host", job.url, "--users", users, "--spawn-rate", users, "--only-summary"]
@@ -175,8 +166,7 @@ def _watch(
     check: Callable[[], None],
     progress: Callable[[int, float], None],
 ) -> None:
-    """Until all processes have ended, or one of them has failed. Several begin together, once all are ready: then their
-    files of samples are there."""
+    """Until all processes have ended, or one has failed. Several begin together, once all are ready."""
     began = last = time.monotonic()
     ended, waiting = 0, len(parts) > 1
     with ExitStack() as stack:

@@ -44,8 +44,7 @@ def shares(before: Moment | None, after: Moment | None) -> dict[str, float]:
 
 
 def processes() -> Iterator[tuple[int, str, list[str]]]:
-    """Number and short name of each process of this machine, and the fields of its /proc/N/stat from the state on
-    (proc_pid_stat(5), where that one is the third)."""
+    """Number, short name, and fields of /proc/N/stat from the state on (proc_pid_stat(5)), of each process here."""
     for stat in PROC.glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             head, _, fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")

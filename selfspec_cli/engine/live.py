@@ -4,8 +4,6 @@ Timings come from a closed loop of `batch` requests in flight, through vLLM's ow
 figures from vLLM's own counters.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -25,26 +23,22 @@ from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.engine.arguments import RUNNER, llm_arguments, runner_variables
+from selfspec_cli.engine.deployment import RUNNER, llm_arguments, runner_variables
 from selfspec_cli.record.statistics import RequestTimes
 from selfspec_cli.texts.prompts import Tokens, Turn
 from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
 
 MIB = 2**20
-OpenEngine = Callable[..., AbstractContextManager["Engine"]]
-"""Starts an engine for a config, as `open_engine` does."""
+OpenEngine = Callable[..., AbstractContextManager["Engine"]]  # starts an engine for a config, as `open_engine` does
 
 
 @dataclass
 class Generation:
-    """What one closed loop generated, and how fast.
-
-    outputs: token ids, in the order of the prompts. seconds: wall time from the first request in to the last token out.
-    requests: raw times of each request, in the order of the prompts. verified: vLLM's counters; None for an engine that
-    does not draft. drafting: the draft loop's own counters; None where it keeps none. steps: tokens of each output of
-    each request.
-    """
+    """What one closed loop generated, and how fast. outputs: token ids, in the order of the prompts, like all lists
+    here. seconds: wall time from the first request in to the last token out. requests: raw times. verified: vLLM's
+    counters; drafting: the draft loop's own; None where there are none. steps: tokens of each output of each
+    request."""
 
     outputs: list[list[int]]
     seconds: float
@@ -110,8 +104,8 @@ class Engine(Tokens):
         self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
 
     def set_draft_length(self, k: int) -> None:
-        """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding. The
-        requests ask for it too, so that on CUDA the scheduler plans verify passes for no more."""
+        """Draft at most k tokens a round, 0 to the k of the config; 0 is plain decoding. Requests ask for it too, so
+        that on CUDA the scheduler plans verify passes for no more."""
         self.llm.collective_rpc("early_exit_set_draft_length", args=(k,))
         self._length = k
 
@@ -140,12 +134,9 @@ class Engine(Tokens):
         seed: int = 0,
         detokenize: bool = False,
     ) -> Generation:
-        """Generate exactly `output_len` tokens for each prompt, `batch` requests in flight at any time. A later turn
-        begins when the turn before it has ended, in its place.
-
-        temperature: 0 is greedy; above it each request samples with a seed of its own, so a repeat repeats. detokenize:
-        make text of the tokens too, as a server does.
-        """
+        """Generate exactly `output_len` tokens for each prompt, `batch` requests in flight. A later turn begins when
+        the turn before it has ended, in its place. temperature: 0 is greedy; above it each request has a seed of its
+        own, so a repeat repeats. detokenize: make text of the tokens too, as a server does."""
         from vllm import SamplingParams
 
         def parameters(number: int) -> Any:
@@ -181,8 +172,8 @@ class Engine(Tokens):
     def _closed_loop(
         self, prompts: Sequence[Turn], parameters: Callable[[int], Any], batch: int, start: float
     ) -> tuple[list[list[int]], list[RequestTimes], list[list[int]]]:
-        """Token ids, times and tokens of each output of each prompt's request, `batch` of them in flight; an interrupt
-        ends it between steps. Times are seconds since `start`; all outputs of one engine step arrive at one moment."""
+        """Token ids, times (seconds since `start`) and tokens of each output of each prompt's request; an interrupt
+        ends it between steps. All outputs of one engine step arrive at one moment."""
         core, clock = self.llm.llm_engine, time.perf_counter
         numbers: dict[str, int] = {}
         arrived = [0.0 for _ in prompts]
@@ -239,8 +230,8 @@ class Engine(Tokens):
 
 @contextmanager
 def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
-    """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that override the config's.
-    Raises ConfigError: what `cfg` asks for cannot be had; nothing is left of the engine."""
+    """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that win. Raises ConfigError:
+    what `cfg` asks for cannot be had; nothing is left of the engine."""
     if device_of(cfg) == "cpu":
         # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -292,9 +283,9 @@ def _model_runner(cfg: RunConfig) -> Iterator[None]:
 
 
 def fork_engines(cfg: RunConfig) -> None:
-    """Have the engines on a GPU that this process will start forked from it: each is spared importing vLLM again, which
-    takes half a minute on a slow host. PyTorch is kept to one thread here (see `how_they_start`), so this is for
-    processes that leave the work to engines, for which vLLM does the same once they are loaded."""
+    """Have engines on a GPU forked from this process: each is spared importing vLLM again, half a minute on a slow
+    host. PyTorch is kept to one thread here (see `how_they_start`), so this is for processes that leave the work to
+    engines."""
     if device_of(cfg) != "cpu":  # such an engine runs in this process, with all of its cores
         import torch
 

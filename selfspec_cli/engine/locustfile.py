@@ -7,8 +7,6 @@ monotonic clock; locust's own statistics are in milliseconds), how many tokens t
 text. Each request has a connection of its own, because a server may close an idle one just when it is used again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json
@@ -116,7 +114,7 @@ def _receive(response: http.client.HTTPResponse, parts: list[Part]) -> None:
 
 def _read(parts: list[Part]) -> dict[str, Any]:
     """What a stream held, whatever the server wrote. tokens: None where it did not count them. whole: it ended as
-    streams end. failure: why the request failed, in the server's words; None where nothing says that it did."""
+    streams end. failure: why the request failed, in the server's words."""
     moments, texts, whole, failures = [], [], False, []
     usage: dict[str, Any] = {}
     for moment, line in parts:

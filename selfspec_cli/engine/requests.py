@@ -1,24 +1,25 @@
-"""Requests of any kind to a live engine, and what came back: for checks that look at more than tokens and times."""
+"""Requests of any kind to a live engine, and what came back: answers, scores of given text, text until a stop.
 
-from __future__ import annotations
+Scores are prompt log-probabilities. An engine computes them in its own full pass over the prompt, and no draft is made
+there: for a verified arm they are the target's, for `skip` those of the truncated model with its head.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.engine.live import Engine
+from selfspec_cli.progress import Progress, ignore
 
 MISSING = -100.0  # nats; far below any that a model gives to a token that was taken
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request.
-
-    prompt: token ids. tokens: generated at most. params: fields of vLLM's SamplingParams that differ from a greedy
-    request that ignores end-of-text and is not detokenized; under "structured" those of StructuredOutputsParams.
-    """
+    """One request. prompt: token ids. tokens: generated at most. params: fields of vLLM's SamplingParams that differ
+    from a greedy request that ignores end-of-text and is not detokenized; under "structured" those of
+    StructuredOutputsParams."""
 
     prompt: list[int]
     tokens: int
@@ -32,11 +33,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request got.
-
-    tokens: of its first sample. ended: vLLM's finish reason and stop reason. scores: log-probabilities of the tokens
-    themselves, MISSING where vLLM reports those of other tokens only; None where they were not asked for.
-    """
+    """The first sample of a request. ended: vLLM's finish reason and stop reason. scores: log-probabilities of the
+    tokens themselves, MISSING where vLLM reports those of other tokens only; None where they were not asked for."""
 
     tokens: list[int]
     ended: tuple[Any, Any]
@@ -51,11 +49,9 @@ def answers(
     waves: bool = False,
     between: Callable[[int], None] | None = None,
 ) -> list[Answer]:
-    """Run requests with `batch` of them in flight; answers in the order of the requests.
-
-    waves: the next requests begin when all of those before have ended, so that no prompt shares a step with tokens that
-    are generated. between: called before each step of the engine with the number of steps so far.
-    """
+    """Run requests with `batch` of them in flight; answers in the order of the requests. waves: the next requests begin
+    when all before have ended, so that no prompt shares a step with generated tokens. between: called before each step
+    of the engine with the number of steps so far."""
     core, found = engine.llm.llm_engine, [Answer([], (None, None))] * len(requests)
     numbers: dict[str, int] = {}
     waiting, steps = list(enumerate(requests))[::-1], 0
@@ -78,14 +74,13 @@ def answers(
 
 
 def log_probability(engine: Engine, prefix: Sequence[int], token: int, after: Sequence[int] = ()) -> float:
-    """Log-probability (nats) of a token after `prefix`, by the engine alone in its batch. after: tokens behind it,
-    which change nothing but how many come in one step with it."""
+    """Log-probability (nats) of a token after `prefix`, alone in its batch. after: tokens that come in a step with
+    it."""
     return float(_prompt_logprobs(engine, [*prefix, token, *after], 0)[len(prefix)][token].logprob)
 
 
 def preferred(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """By how much at most (nats, from 0) another token is likelier than one of `tokens` at its place after `prompt`, by
-    the engine alone in its batch. 0: each is the likeliest."""
+    """By how much at most (nats, from 0) another token is likelier than one of `tokens` at its place after `prompt`."""
     places = _prompt_logprobs(engine, [*prompt, *tokens], 1)[len(prompt) :]
     return float(
         max(
@@ -105,8 +100,7 @@ def _prompt_logprobs(engine: Engine, ids: list[int], count: int) -> list[Any]:
 
 
 def next_distribution(engine: Engine, prefixes: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probabilities (nats) of every token of the vocabulary after each prefix; for small vocabularies. The engine
-    must have been started with max_logprobs of at least the vocabulary's size."""
+    """Log-probabilities (nats) of every token after each prefix; the engine's max_logprobs must allow it."""
     from vllm import SamplingParams
 
     size = engine.vocab_size
@@ -165,3 +159,73 @@ def _answer(output: Any) -> Answer:
         pairs = zip(tokens, sample.logprobs, strict=True)
         scores = [float(places[token].logprob) if token in places else MISSING for token, places in pairs]
     return Answer(tokens, (sample.finish_reason, sample.stop_reason), scores)
+
+
+CHUNK = 32  # requests handed over at once; progress and interrupts come between two of them
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Token ids, of which all after the first `context` are scored, each from all tokens before it."""
+
+    ids: list[int]
+    context: int = 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """log_likelihood: nats, summed over `tokens` tokens. greedy: whether each of them is the likeliest at its place."""
+
+    log_likelihood: float
+    tokens: int
+    greedy: bool
+
+
+def score(engine: Engine, passages: Sequence[Passage], progress: Progress = ignore) -> list[Score]:
+    """The log-likelihood of each passage under this engine's own predictions. Raises ValueError: a passage without
+    context, without a token to score, or longer than `max_model_len - 1`, as one token more is asked for."""
+    for passage in passages:
+        if not 1 <= passage.context < len(passage.ids) < engine.max_model_len:
+            raise ValueError(
+                f"a passage of {len(passage.ids)} tokens, {passage.context} of them context: there must "
+                f"be at least one of each, and at most {engine.max_model_len - 1} together"
+            )
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    # Long ones first, and equal lengths together: a step then holds about as many tokens from its first request to
+    # its last.
+    order = sorted(range(len(passages)), key=lambda index: -len(passages[index].ids))
+    outputs = _outputs(engine, [passages[index].ids for index in order], [params] * len(order), "scored", progress)
+    scores = {
+        index: _score(passages[index], output.prompt_logprobs) for index, output in zip(order, outputs, strict=True)
+    }
+    return [scores[index] for index in range(len(passages))]
+
+
+def _score(passage: Passage, logprobs: Sequence[Any]) -> Score:
+    scored = [
+        ranked[token] for token, ranked in zip(passage.ids[passage.context :], logprobs[passage.context :], strict=True)
+    ]
+    return Score(sum(token.logprob for token in scored), len(scored), all(token.rank == 1 for token in scored))
+
+
+def complete(
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[Mapping[str, Any]], progress: Progress = ignore
+) -> list[str]:
+    """The text that each prompt is continued with, without the stop string. params: of vLLM's SamplingParams."""
+    from vllm import SamplingParams
+
+    asked = [SamplingParams(**one) for one in params]
+    return [str(output.outputs[0].text) for output in _outputs(engine, prompts, asked, "completed", progress)]
+
+
+def _outputs(
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[Any], what: str, progress: Progress
+) -> Iterator[Any]:
+    for start in range(0, len(prompts), CHUNK):
+        asked = [{"prompt_token_ids": ids} for ids in prompts[start : start + CHUNK]]
+        with interrupts.deferred():
+            outputs = engine.llm.generate(asked, list(params[start : start + CHUNK]), use_tqdm=False)
+        yield from outputs
+        progress(what, min(start + CHUNK, len(prompts)), len(prompts))

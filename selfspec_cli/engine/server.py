@@ -117,15 +117,10 @@ class Server:
 def open_server(
     cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Start a server for `cfg`, give it when it answers, and end it. It listens on this machine alone.
-
-    more: further options of vLLM's server. log: where its output goes. scratch: a folder that lasts. environment:
-    variables beside those of this process.
-
-    Raises:
-        ConfigError, HeadError: what `cfg` asks for cannot be had.
-        ServerError: it ended, or did not answer; the message has the end of its log.
-    """
+    """Start a server for `cfg` on this machine alone, give it when it answers, and end it. more: options of vLLM's
+    server. log: of its output. scratch: a folder that lasts. environment: variables beside those of this process.
+    Raises ConfigError, HeadError: what `cfg` asks for cannot be had; ServerError: it ended, or did not answer, with the
+    end of its log."""
     made, port = deployment(cfg, scratch), str(free_port())
     cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
     # vLLM's development mode lets this command read the draft loop's counters.
@@ -174,8 +169,7 @@ def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
 
 
 def wait_for(url: str, check: Callable[[], None], log: Path, name: str = "the server") -> None:
-    """Wait until a server answers; raises ServerError if it does not in time. check: called meanwhile; what it raises
-    ends the wait."""
+    """Wait until a server answers; raises ServerError if it does not in time, and what `check` raises meanwhile."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         interrupts.check()

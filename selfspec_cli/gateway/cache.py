@@ -1,21 +1,28 @@
-"""Answers in one SQLite file, by a hash of everything that shapes them."""
+"""The cache of answers: a SQLite file by a hash of what shapes an answer, calls that equal requests share, and answers
+as one document and as a stream."""
 
-from __future__ import annotations
-
+import asyncio
 import hashlib
 import secrets
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.gateway import packed
+from selfspec_cli.gateway.client import Client
 from selfspec_cli.gateway.database import database
-from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Outcome, Request
+from selfspec_cli.gateway.settings import CacheSettings
+from selfspec_cli.gateway.wire import DONE, END_OF_STREAM, BrokenStream, Event, Parser, dumps, loads, read, written
 
 VERSION = 3
 _NO_MATTER = ("stream", "stream_options", "user", "metadata", "store", "priority", "request_id")
 """Fields of a body that do not shape the answer."""
 _TOOLS = ("tools", "tool_choice", "functions", "function_call")
+LARGEST = 1 << 22  # bytes of an answer that is kept, and up to which an equal request may still join
+AHEAD = 64  # parts of an answer that no client has taken yet, above which the backend is not read from
 _TABLES = """
 CREATE TABLE IF NOT EXISTS answer (
     id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, tenant TEXT NOT NULL, answer BLOB NOT NULL, used REAL NOT NULL,
@@ -29,23 +36,22 @@ CREATE TRIGGER IF NOT EXISTS stored AFTER INSERT ON answer
 CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON answer
     BEGIN UPDATE size SET entries = entries - 1, bytes = bytes - old.bytes; END"""
 
+Document = dict[str, Any]
+Ask = Callable[[Outcome, Client], Awaitable[None]]
+
 
 def key(request: Request) -> bytes:
     """32 bytes that differ for any two requests that differ in what shapes the answer, or in the tenant."""
     body = {name: value for name, value in sorted(request.body.items()) if name not in _NO_MATTER}
     value = [request.tenant, request.model, request.endpoint, body]
-    return hashlib.sha256(packed.dumps(value)).digest()
+    return hashlib.sha256(dumps(value)).digest()
 
 
-def specials(request: Request) -> set[str]:
-    """Which of the kinds of `also_for` a request is."""
+def specials(request: Request) -> dict[str, bool]:
+    """Whether a request is of each of the kinds of `also_for`."""
     called = any(one.get("tool_calls") or one.get("role") == "tool" for one in request.messages)
-    found = {
-        "tools": called or any(request.body.get(name) for name in _TOOLS),
-        "images": not request.only_text,
-        "sampled": not request.greedy,
-    }
-    return {name for name, is_one in found.items() if is_one}
+    tools = called or any(map(request.body.get, _TOOLS))
+    return {"tools": tools, "images": not request.only_text, "sampled": not request.greedy}
 
 
 class AnswerCache:
@@ -59,7 +65,6 @@ class AnswerCache:
         return self._db.execute(statement, values).fetchone()
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     def size(self) -> dict[str, int]:
@@ -73,11 +78,11 @@ class AnswerCache:
         if found is None:
             return None
         self._db.execute("UPDATE answer SET used = ? WHERE id = ?", (now, found[0]))
-        return f"{found[0]:016x}", packed.loads(found[1])
+        return f"{found[0]:016x}", loads(found[1])
 
     def store(self, wanted: bytes, tenant: str, answer: dict[str, Any], now: float, most: int, oldest: float) -> None:
         """Keep an answer. most: bytes of all of them; what was used longest ago goes first, and what is older."""
-        raw = packed.dumps(answer)
+        raw = dumps(answer)
         row = (secrets.randbits(62) + 1, wanted, tenant, raw, now, now, len(raw) + 200)
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
@@ -94,7 +99,6 @@ class AnswerCache:
                 self._db.executemany("DELETE FROM answer WHERE id = ?", least)
 
     def _remove(self, which: str, values: Sequence[Any]) -> bool:
-        """Remove these answers; whether there were any."""
         return self._db.execute(f"DELETE FROM answer WHERE {which}", values).rowcount > 0
 
     def evict(self, entry: str, tenant: str | None) -> bool:
@@ -111,3 +115,247 @@ def _number(entry: str) -> int | None:
     """The number of an entry's id; None for what is no id."""
     fits = 0 < len(entry) <= 16 and all(letter in "0123456789abcdef" for letter in entry)
     return number if fits and (number := int(entry, 16)) < 1 << 63 else None
+
+
+class Flight:
+    """One call whose answer goes to all clients that ask the same. It goes on while one of them is there.
+
+    form: key of the answer, and in which form clients want it. messages: of ASGI, as they were sent. size: bytes of
+    them. readers: clients. furthest: messages that one has taken.
+    """
+
+    def __init__(self, form: tuple[bytes, bool, bool]) -> None:
+        self.form = form
+        self.messages: list[MutableMapping[str, Any]] = []
+        self.size = self.readers = self.furthest = 0
+        self.client = Client(self.send, {})
+        self.task: asyncio.Task[None] | None = None
+        self.usage: dict[str, int] = {}
+        self._news = asyncio.Event()
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """ASGI: take a part of the answer; returns when the fastest client has room."""
+        self.messages.append(message)
+        self.size += len(message.get("body", b""))
+        self._tell()
+        while len(self.messages) - self.furthest > AHEAD:
+            await self._news.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def follow(self, client: Client) -> None:
+        """Send the answer to a client, from its beginning; raises what the call raised."""
+        assert self.task is not None
+        self.task.add_done_callback(lambda task: self._tell())
+        self.readers += 1
+        try:
+            place = 0
+            while True:
+                while place < len(self.messages):
+                    message = self.messages[place]
+                    place += 1
+                    if place > self.furthest:
+                        self.furthest = place
+                        self._tell()
+                    await client.hand_on(message)
+                if self.task.done():
+                    return self.task.result()
+                await self._news.wait()
+        finally:
+            self.readers -= 1
+            if not self.readers:
+                self.task.cancel()
+
+
+class Caching:
+    """The cache on a request's way: a hit is replayed, equal requests at once share one call, an answer is kept.
+
+    cache: None where none is configured. fault: called with what failed in the cache. flights: by their form.
+    """
+
+    def __init__(
+        self, settings: CacheSettings, cache: AnswerCache | None, fault: Callable[[BaseException], Any]
+    ) -> None:
+        self.settings, self.cache, self.fault = settings, cache, fault
+        self.flights: dict[tuple[bytes, bool, bool], Flight] = {}
+        self._files = ThreadPoolExecutor(1, "cache-file")
+
+    async def call(self, method: Callable[..., Any], *values: Any) -> Any:
+        """The result of a method of the cache, in the thread of its file."""
+        return await asyncio.get_running_loop().run_in_executor(self._files, method, *values)
+
+    def close(self) -> None:
+        if self.cache is not None:
+            self._files.submit(self.cache.close).result()
+        self._files.shutdown()
+
+    def _wanted(self, request: Request) -> bool:
+        """Whether a request may be answered from the cache. Who names a backend wants no other's answer."""
+        elsewhere = request.backend is not None and request.cache is None
+        fits = all(name in self.settings.also_for for name, special in specials(request).items() if special)
+        return request.endpoint in (CHAT, COMPLETIONS) and fits and not elsewhere and request.cache != "none"
+
+    async def answered(self, out: Outcome, client: Client, ask: Ask) -> bool:
+        """Answer a request from the cache, or by a call that equal requests share; False where it is not cached.
+
+        ask: has a backend answer a request. Raises GatewayError as it does.
+        """
+        request = out.request
+        if self.cache is None:
+            return False
+        if not self._wanted(request):
+            out.cache = "bypassed"
+            return False
+        wanted, usage = key(request), bool((request.body.get("stream_options") or {}).get("include_usage"))
+        now = time.time()
+        try:
+            hit = await self.call(self.cache.lookup, wanted, now, now - self.settings.ttl_s)
+        except Exception as error:  # a cache that is broken costs no request
+            out.cache = "failed"
+            self.fault(error)
+            return False
+        if hit is not None:
+            await self._replay(hit[0], hit[1], out, client, usage)
+            return True
+        form = (wanted, request.stream, usage)
+        flight = self.flights.get(form)
+        if flight is None or flight.size > LARGEST or not flight.readers:  # without readers it is being ended
+            out.cache = "miss"
+            flight = self.flights[form] = Flight(form)
+            flight.task = asyncio.ensure_future(self._fly(flight, out, ask))
+            await flight.follow(client)
+        else:
+            out.cache, out.reason = "shared", "shared"
+            client.headers["x-selfspec-cache"] = "shared"
+            await flight.follow(client)
+            out.route = "cache"
+            out.usage(flight.usage)
+        return True
+
+    async def _replay(self, entry: str, kept: Document, out: Outcome, client: Client, usage: bool) -> None:
+        out.cache, out.route, out.reason = "hit", "cache", "exact"
+        client.headers["x-selfspec-cache"] = f"hit; entry={entry}"
+        answer = renewed(kept)
+        out.usage(answer.get("usage"))
+        if not out.request.stream:
+            return await client.whole(200, dumps(answer))
+        out.ttft = time.monotonic() - out.request.began
+        await client.part(b"".join(stream(answer, usage)), more=False)
+
+    async def _fly(self, flight: Flight, out: Outcome, ask: Ask) -> None:
+        try:
+            await ask(out, flight.client)
+        finally:
+            if self.flights.get(flight.form) is flight:
+                del self.flights[flight.form]
+        raw = b"".join(message.get("body", b"") for message in flight.messages)
+        prompt, tokens = out.prompt_tokens, out.tokens
+        if prompt is not None and tokens is not None:
+            flight.usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        answer = document(raw) if flight.size <= LARGEST else None
+        if answer is None or self.cache is None:
+            return
+        if not answer.get("usage") and flight.usage:
+            answer["usage"] = flight.usage
+        now, most = time.time(), int(self.settings.mib * 2**20)
+        kept = (flight.form[0], out.request.tenant, answer, now, most, now - self.settings.ttl_s)
+        try:
+            await self.call(self.cache.store, *kept)
+        except Exception as error:
+            self.fault(error)
+
+
+def document(raw: bytes) -> Document | None:
+    """The answer as one JSON document in OpenAI's form; None for one that is an error, ends early or is none at all.
+    raw: what a client was sent: a stream of events, or one JSON document."""
+    try:
+        answer = loads(raw) if raw.lstrip().startswith(b"{") else _assembled(Parser().feed(raw))
+    except (ValueError, LookupError, TypeError, AttributeError, BrokenStream):
+        return None
+    choices = answer.get("choices")
+    ended = choices and all(choice.get("finish_reason") is not None for choice in choices)
+    return answer if ended and not answer.get("error") else None
+
+
+def _assembled(found: list[Event]) -> Document:
+    """One document of the parts: texts joined, lists of logprobs joined, the last value of everything else."""
+    if found[-1].data != DONE:
+        raise BrokenStream("the stream has no end")
+    events = [read(event) for event in found[:-1]]
+    chat = events[0]["object"].startswith("chat.")
+    answer: Document = {name: value for name, value in events[0].items() if name not in ("choices", "usage")}
+    answer["object"] = "chat.completion" if chat else "text_completion"
+    choices: dict[int, Document] = {}
+    for event in events:
+        if event.get("usage"):
+            answer["usage"] = event["usage"]
+        for part in event["choices"]:
+            empty = {"message": {"role": "assistant", "content": ""}} if chat else {"text": ""}
+            whole = choices.setdefault(part["index"], {"index": part["index"], "finish_reason": None, **empty})
+            _add(whole["message"], part.get("delta", {})) if chat else _add(whole, {"text": part.get("text") or ""})
+            if part.get("logprobs"):
+                _add(whole.setdefault("logprobs", {}), part["logprobs"])
+            for name, value in part.items():
+                if name not in ("index", "delta", "text", "logprobs") and value is not None:
+                    whole[name] = value
+    answer["choices"] = [choices[index] for index in sorted(choices)]
+    return answer
+
+
+def _add(whole: Document, part: Document) -> None:
+    """Append the texts and lists of `part` to those of `whole`; calls of tools by their index."""
+    for name, value in part.items():
+        if name == "tool_calls":
+            calls = whole.setdefault(name, [])
+            for call in value or ():
+                while len(calls) <= call["index"]:
+                    calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+                one = calls[call["index"]]
+                one.update({key: call[key] for key in ("id", "type") if call.get(key)})
+                _add(one["function"], call.get("function") or {})
+        elif name == "role" or value is None:
+            whole[name] = value if name == "role" else whole.get(name)
+        elif isinstance(value, str):
+            whole[name] = (whole.get(name) or "") + value
+        elif isinstance(value, list):
+            whole[name] = [*(whole.get(name) or []), *value]
+        else:
+            whole[name] = value
+
+
+def renewed(answer: Document) -> Document:
+    """The document with an id and a time of its own, so that no client takes two answers for one."""
+    prefix = str(answer.get("id", "cache")).partition("-")[0] or "cache"
+    return {**answer, "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+
+
+def stream(answer: Document, include_usage: bool) -> Iterator[bytes]:
+    """The document as a stream of events: of each choice one part with all of its text and one with its end.
+    include_usage: whether the client asked for it (stream_options.include_usage)."""
+    chat = answer.get("object") == "chat.completion"
+    head = {name: value for name, value in answer.items() if name not in ("choices", "usage", "object")}
+    head["object"] = "chat.completion.chunk" if chat else "text_completion"
+
+    def event(choices: list[Document], **more: Any) -> bytes:
+        return written(dumps({**head, "choices": choices, **({"usage": None} if include_usage else {}), **more}))
+
+    for choice in answer["choices"]:
+        index, logprobs = choice["index"], choice.get("logprobs")
+        if chat:
+            message = {name: value for name, value in choice["message"].items() if name != "role" and value}
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+            said = [{"delta": {"role": "assistant", "content": ""}}, {"delta": message, "logprobs": logprobs}]
+            end: Document = {"delta": {}}
+        else:
+            said = [{"text": choice["text"], "logprobs": logprobs}]
+            end = {"text": "", "logprobs": None}
+        rest = {name: value for name, value in choice.items() if name not in ("message", "text", "logprobs", "index")}
+        for part in said:
+            yield event([{"index": index, "finish_reason": None, **part}])
+        yield event([{"index": index, **end, **rest}])
+    if include_usage:
+        yield event([], usage=answer.get("usage"))
+    yield END_OF_STREAM

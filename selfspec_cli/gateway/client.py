@@ -1,14 +1,11 @@
 """The client's side of one request, in plain ASGI."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from selfspec_cli.gateway.errors import GatewayError, invalid, unavailable
-from selfspec_cli.gateway.events import END_OF_STREAM, written
+from selfspec_cli.gateway.wire import END_OF_STREAM, GatewayError, invalid, unavailable, written
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -22,18 +19,13 @@ class Vanished(Exception):
 
 
 class Memory:
-    """Bytes of bodies that are in the gateway at once, of all requests."""
+    """Bytes of the bodies of all requests that are in the gateway at once, and how many may be."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.held = most, 0
+    most = held = 0
 
     async def read(self, receive: Receive, most: int, seconds: float) -> bytes:
-        """The body of a request, which is held until `free` is called with its length.
-
-        Raises:
-            GatewayError: more than `most` bytes (413), no room for it (503), or not there after `seconds` (408).
-            Vanished: the client is gone.
-        """
+        """The body of a request, held until `free` is called with its length. Raises Vanished, and GatewayError for
+        more than `most` bytes (413), no room for it (503), or not there after `seconds` (408)."""
         parts: list[bytes] = []
         size, more = 0, True
         try:
@@ -59,7 +51,6 @@ class Memory:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def free(self, size: int) -> None:
-        """So many bytes are needed no longer."""
         self.held -= size
 
 
@@ -74,7 +65,6 @@ class Client:
         self.waits_since: float | None = None
 
     async def begin(self, status: int, kind: bytes) -> None:
-        """Send the head."""
         await self.hand_on({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
 
     async def part(self, data: bytes, more: bool = True) -> None:
@@ -96,10 +86,9 @@ class Client:
         await self._send(message)
         self.waits_since = None
 
-    async def whole(self, status: int, data: bytes, kind: bytes = JSON) -> None:
-        """Send an answer in one piece."""
+    async def whole(self, status: int, data: bytes) -> None:
         self.headers["content-length"] = str(len(data))
-        await self.begin(status, kind)
+        await self.begin(status, JSON)
         await self.part(data, more=False)
 
     async def fail(self, error: GatewayError, named: bool = False) -> None:
@@ -113,22 +102,18 @@ class Client:
         await self.part(last, more=False)
 
 
-def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: float) -> asyncio.Task[str]:
+async def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: float) -> str:
     """Cancels a task when its client goes away before its answer was sent, or has read nothing for `unread` seconds.
     Returns why; nothing where the task was not cancelled."""
-
-    async def wait() -> str:
-        gone = ""
-        while not gone:
-            try:
-                async with asyncio.timeout(unread / 2):
-                    gone = "the client is gone" if (await receive())["type"] == "http.disconnect" else ""
-            except TimeoutError:
-                since = client.waits_since
-                if since is not None and time.monotonic() - since > unread:
-                    gone = f"the client read nothing for {unread:g} s"
-        if client.ended and client.waits_since is None:  # a server tells of every end in that way
-            return ""
-        return gone if task.cancel(gone) else ""
-
-    return asyncio.ensure_future(wait())
+    gone = ""
+    while not gone:
+        try:
+            async with asyncio.timeout(unread / 2):
+                gone = "the client is gone" if (await receive())["type"] == "http.disconnect" else ""
+        except TimeoutError:
+            since = client.waits_since
+            if since is not None and time.monotonic() - since > unread:
+                gone = f"the client read nothing for {unread:g} s"
+    if client.ended and client.waits_since is None:  # a server tells of every end in that way
+        return ""
+    return gone if task.cancel(gone) else ""

@@ -8,69 +8,40 @@ greedy, and what the client has is left out; it is compared first. Anything else
 state, several answers at once, and an answer of which a part of a tool call has been sent.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from selfspec_cli.gateway import packed
-from selfspec_cli.gateway.events import DONE, END_OF_STREAM, BrokenStream, Event, read, written
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
+from selfspec_cli.gateway.wire import DONE, END_OF_STREAM, BrokenStream, Event, dumps, read, written
 
 COMPLETION_TOKENS = 16  # the answer's length in /v1/completions where the client names none
 OTHERWISE = "the same request was answered otherwise the second time"
+DELTA = "response.output_text.delta"
+ENDS = ("response.completed", "response.incomplete")
+_BEGINS = ("created", "queued", "in_progress", "output_item.added", "content_part.added")
+BEGINS = tuple(f"response.{one}" for one in _BEGINS)  # events that carry no text
 CHANNELS = ("reasoning", "reasoning_content", "content", "refusal", "text")
 """Fields of an event that hold text for the client, in the order in which a server sends them."""
 _IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[\d,\s]*\]')
 """In a JSON text a quote is written \\", so these bytes are keys wherever they occur."""
-_STATE = (
-    "stop",
-    "frequency_penalty",
-    "presence_penalty",
-    "response_format",
-    "structured_outputs",
-    "tools",
-    "functions",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "bad_words",
-    "logits_processors",
-    "thinking_token_budget",
-    "repetition_detection",
-    "watermarking",
-)
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "stop_token_ids",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logit_bias",
-    "vllm_xargs",
-    "priority",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "logprob_token_ids",
-    "return_tokens_as_token_ids",
-    "stream_interval",
-    "user",
-    "cache_salt",
-)
+_STATE = {  # fields that a server keeps something for, which its token ids do not tell
+    *("stop", "bad_words", "frequency_penalty", "presence_penalty", "repetition_detection", "thinking_token_budget"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("tools", "functions", "logits_processors", "watermarking"),
+}
+_SAMPLING = {  # fields that the server gets that goes on
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logit_bias", "allowed_token_ids"),
+    *("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "vllm_xargs", "priority"),
+    *("spaces_between_special_tokens", "logprob_token_ids", "return_tokens_as_token_ids", "stream_interval"),
+    *("user", "cache_salt"),
+}
 
 
 class Way(StrEnum):
-    """Where the events of now come from. first: the first backend. ids: one that goes on from token ids. again: one
-    that was asked the same from the beginning."""
+    """Where events come from: the first backend, one that goes on from token ids, one that was asked the same again."""
 
     first = "first"
     ids = "ids"
@@ -81,7 +52,7 @@ def by_ids(request: Request, vllm: bool) -> bool:
     """Whether the backend is asked for token ids, to go on from them elsewhere. vllm: it answers as vLLM does."""
     body = request.body
     logged_chat = request.endpoint == CHAT and body.get("logprobs") not in (None, False)
-    stateful = any(body.get(name) for name in _STATE) or body.get("include_reasoning") is False  # hides its ids
+    stateful = any(map(body.get, _STATE)) or body.get("include_reasoning") is False  # hides its ids
     asked = body.get("return_token_ids")
     return vllm and _single(request) and not (stateful or logged_chat or asked) and request.only_text
 
@@ -122,17 +93,11 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has said why it ended."""
         return self.ends >= self.request.answers
 
-    # ---- events ------------------------------------------------------------------------------------------------------
-
     def take(self, event: Event) -> tuple[bytes | None, bool]:
-        """(the event as the client gets it, None if it gets none; whether the stream ends with it).
-
-        Raises:
-            BrokenStream: it is an error, no event of an answer, or of another answer than the one that the client has.
-        """
+        """(the event as the client gets it, None if it gets none; whether the stream ends with it). Raises BrokenStream
+        for an error, for what is no event of an answer, and for another answer than the one that the client has."""
         if event.data.strip() == DONE:
             if not self.finished:
                 raise BrokenStream("the stream ended before the answer did")
@@ -153,11 +118,11 @@ class Answer:
 
     def _without_choices(self, document: dict[str, Any], event: Event) -> bytes | None:
         """An event that only counts tokens, if the client asked for it, or that a provider adds (content filters)."""
+        first = self.way is Way.first
         if document.get("usage"):
-            if not (self.request.body.get("stream_options") or {}).get("include_usage"):
-                return None
-            return written(event.data if self.way is Way.first else packed.dumps(document | (self.head or {})))
-        return written(event.data) if "choices" in document and self.way is Way.first else None
+            wanted = (self.request.body.get("stream_options") or {}).get("include_usage")
+            return written(event.data if first else dumps(document | (self.head or {}))) if wanted else None
+        return written(event.data) if "choices" in document and first else None
 
     def _converted(self, document: dict[str, Any], choice: dict[str, Any], data: bytes) -> bytes | None:
         if self.head is None:
@@ -170,7 +135,7 @@ class Answer:
         if self.way is Way.first:
             return _IDS.sub(rb'"\1":null', data) if self.ids else data
         choice |= {name: None for name in ("prompt_token_ids", "token_ids") if name in choice}
-        return packed.dumps(document | self.head)
+        return dumps(document | self.head)
 
     def _record(self, document: dict[str, Any], choice: dict[str, Any]) -> None:
         if self.ids:
@@ -196,11 +161,7 @@ class Answer:
             logged["text_offset"] = [one + ahead for one in logged["text_offset"]]
 
     def _trimmed(self, choice: dict[str, Any]) -> bool:
-        """Leave out what the client has; whether anything is left.
-
-        Raises:
-            BrokenStream: the same request was answered in another way.
-        """
+        """Leave out what the client has; whether anything is left."""
         inner, ends = _inner(choice), bool(choice.get("finish_reason"))
         for channel in CHANNELS:
             if text := inner.get(channel):
@@ -235,8 +196,6 @@ class Answer:
             document["usage"] = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         self.usage = document["usage"]
 
-    # ---- the rest of it ----------------------------------------------------------------------------------------------
-
     def next_way(self) -> Way | None:
         """How the rest can be asked for now; None where it cannot."""
         only_text = not self.other and set(self.texts) <= {"content", "text"}
@@ -270,10 +229,9 @@ class Answer:
         return COMPLETIONS, body
 
     def at_limit(self) -> bytes:
-        """The event that says that the limit was reached."""
         empty: Mapping[str, Any] = {"delta": {"content": ""}} if self.request.endpoint == CHAT else {"text": ""}
         choice = {"index": 0, **empty, "logprobs": None, "finish_reason": "length"}
-        return written(packed.dumps({**(self.head or {}), "choices": [choice]}))
+        return written(dumps({**(self.head or {}), "choices": [choice]}))
 
 
 def _ids(found: Any) -> list[int]:
@@ -288,3 +246,87 @@ def _inner(choice: dict[str, Any]) -> dict[str, Any]:
     """Where an event's text is: the delta of a chat, otherwise the choice itself."""
     delta = choice.get("delta")
     return delta if isinstance(delta, dict) else choice
+
+
+@dataclass
+class ResponsesAnswer(Answer):
+    """The client's side of one stream of /v1/responses: named events, which end with `response.completed`. After a
+    death the request is asked again, if it is greedy and only text has been sent.
+
+    seen: kinds of the events in BEGINS that the client has; again: those that the second answer has repeated.
+    ids_seen: ids that the client knows. names: the second answer's ids, and the client's in their place. number: of the
+    newest event.
+    """
+
+    seen: list[str] = field(default_factory=list)
+    again: list[str] = field(default_factory=list)
+    ids_seen: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    number: int = -1
+
+    END = b""
+    named = True
+
+    def take(self, event: Event) -> tuple[bytes | None, bool]:
+        if event.data.strip() in (b"", DONE):  # which follows the last event of an answer
+            return None, False
+        document = read(event)
+        kind = str(document.get("type") or event.name)
+        response = document.get("response")
+        if isinstance(response, dict) and response.get("usage"):
+            usage = response["usage"]
+            self.usage = {"prompt_tokens": usage.get("input_tokens"), "completion_tokens": usage.get("output_tokens")}
+        made: bytes | None = event.data
+        if self.way is Way.first:
+            self._remember(document, kind)
+        else:
+            made = self._left(document, kind)
+        if kind in ENDS:
+            self.check_repeated()
+            self.ends = 1
+        return None if made is None else written(made, event.name), kind in ENDS
+
+    def _remember(self, document: dict[str, Any], kind: str) -> None:
+        self.number = int(document.get("sequence_number") or self.number + 1)
+        if kind == DELTA:
+            self.texts.setdefault("text", []).append(str(document.get("delta") or ""))
+        elif kind in BEGINS:
+            self.seen.append(kind)
+            self.ids_seen += [name for name in _item_ids(document) if name not in self.ids_seen]
+        elif kind not in ENDS:
+            self.other = True  # calls, reasoning, or a text that has ended: it is not asked for again
+
+    def _left(self, document: dict[str, Any], kind: str) -> bytes | None:
+        """An event of the second answer, with the ids and numbers that the client knows; None for what it has."""
+        if kind in BEGINS and len(self.again) < len(self.seen):
+            if self.seen[len(self.again)] != kind:
+                raise BrokenStream(OTHERWISE)
+            self.again.append(kind)
+            new = [name for name in _item_ids(document) if name not in self.names]
+            self.names |= dict(zip(new, self.ids_seen[len(self.names) :], strict=False))
+            return None
+        if kind == DELTA and self.skip.get("text"):
+            document["delta"] = self.new("text", str(document.get("delta") or ""))
+            if not document["delta"]:
+                return None
+        else:
+            self.check_repeated()
+        self.number += 1
+        self._remember({**document, "sequence_number": self.number}, kind)
+        raw = dumps({**document, "sequence_number": self.number})
+        for new_name, name in self.names.items():
+            raw = raw.replace(f'"{new_name}"'.encode(), f'"{name}"'.encode())
+        return raw
+
+    def next_way(self) -> Way | None:
+        return Way.again if self.request.greedy and not self.other else None
+
+    def rest(self, way: Way) -> tuple[str, dict[str, Any]] | None:
+        self.again, self.names = [], {}
+        return super().rest(way)
+
+
+def _item_ids(document: dict[str, Any]) -> list[str]:
+    """Ids of the response and of its items."""
+    inner = [document.get(name) for name in ("response", "item")]
+    return [str(one["id"]) for one in inner if isinstance(one, dict) and one.get("id")]

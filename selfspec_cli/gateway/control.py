@@ -1,11 +1,9 @@
 """The control surface, by FastAPI: models, health, metrics, routes, feedback, drain, the settings."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,12 +13,10 @@ from starlette.exceptions import HTTPException
 
 from selfspec_cli import __version__
 from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.gateway.cache import AnswerCache
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.errors import GatewayError, bad_request, invalid
 from selfspec_cli.gateway.policies import POLICIES
-
-if TYPE_CHECKING:
-    from selfspec_cli.gateway.cache import AnswerCache
+from selfspec_cli.gateway.wire import GatewayError, bad_request, invalid
 
 MOST_SAID = 200  # characters of a wrong value
 LOOK = ["GET", "HEAD"]
@@ -28,8 +24,7 @@ GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked
 
 
 class Feedback(BaseModel):
-    """How an answer was. request_id: of its x-request-id header. entry: of a cache hit's x-selfspec-cache header.
-    quality: 0 (wrong) to 1 (right)."""
+    """How an answer was, 0 (wrong) to 1 (right), by its x-request-id or by the entry in a hit's x-selfspec-cache."""
 
     request_id: str | None = None
     entry: str | None = None
@@ -49,7 +44,6 @@ def control(gateway: Gateway) -> FastAPI:
 
     _errors(app)
     _views(app, gateway)
-    _admin_views(app, gateway)
     _actions(app, gateway)
     return app
 
@@ -86,7 +80,7 @@ def _errors(app: FastAPI) -> None:
 
 
 def _views(app: FastAPI, gateway: Gateway) -> None:
-    """What every key may look at."""
+    """What every key may look at, and then what an admin does."""
     gains_at = [0.0]  # when /metrics last got the gains
 
     @app.api_route("/health", methods=LOOK)
@@ -99,7 +93,6 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.api_route("/metrics", methods=LOOK)
     async def metrics() -> Response:
-        """Prometheus's text format."""
         if time.monotonic() - gains_at[0] > GAINS_SECONDS:
             gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
@@ -108,22 +101,16 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.api_route("/v1/models", methods=LOOK)
     async def models(request: Request) -> dict[str, Any]:
-        """Every name that a client may use for a model; `auto` leaves the choice of the model to the gateway too."""
-        names = dict.fromkeys(name for one in gateway.replicas for name in (*one.models, *one.settings.serves))
-        allowed = request.scope["tenant"].settings.models or names
+        names = gateway.routing.models()
+        allowed = request.scope["tenant"].models or names
         return {"object": "list", "data": [_model(name) for name in names if name in allowed]}
 
     @app.api_route("/v1/models/{name:path}", methods=LOOK)
     async def model(name: str, request: Request) -> dict[str, Any]:
-        """One of them."""
         known = [one["id"] for one in (await models(request))["data"]]
         if name not in known:
             raise invalid(closest(name, known or ("none yet",), "model"), 404, param="model", code="model_not_found")
         return _model(name)
-
-
-def _admin_views(app: FastAPI, gateway: Gateway) -> None:
-    """What an admin looks at."""
 
     @app.get("/gateway/routes")
     async def routes() -> dict[str, Any]:
@@ -153,8 +140,6 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _actions(app: FastAPI, gateway: Gateway) -> None:
-    """What changes something."""
-
     def cache() -> AnswerCache:
         if gateway.caching.cache is None:
             raise invalid("no cache is configured: cache.mib=1024", 404)
@@ -177,7 +162,6 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
 
     @app.delete("/gateway/cache/{entry}")
     async def evict(entry: str) -> dict[str, Any]:
-        """Forget one answer of the cache."""
         return _entry(entry, await gateway.caching.call(cache().evict, entry, None))
 
     @app.post("/gateway/backends/{name}/{what}")
@@ -200,7 +184,6 @@ def _entry(name: str, known: bool) -> dict[str, Any]:
 
 
 def _shown(one: Any) -> dict[str, Any]:
-    """A backend for people."""
     step = one.timing.steps.value(1)
     return {
         "name": one.name,

@@ -1,7 +1,5 @@
 """The gateway: what it knows, and the way of one request through it."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sqlite3
@@ -9,28 +7,23 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from starlette.datastructures import Headers
 
 from selfspec_cli.gateway import request as requests
-from selfspec_cli.gateway.cache import AnswerCache
-from selfspec_cli.gateway.caching import Caching
+from selfspec_cli.gateway.cache import AnswerCache, Caching
 from selfspec_cli.gateway.client import Client, Memory, Receive, Scope, Send, Vanished, watch
-from selfspec_cli.gateway.errors import GatewayError, unavailable
-from selfspec_cli.gateway.limits import Keys, Meter, Tenant
-from selfspec_cli.gateway.log import FILE, RequestLog
-from selfspec_cli.gateway.outcome import Outcome
+from selfspec_cli.gateway.limits import Keys, Meter, check_model
 from selfspec_cli.gateway.policies.base import Choice
-from selfspec_cli.gateway.queues import Batch, Places
 from selfspec_cli.gateway.relay import Relay
 from selfspec_cli.gateway.replica import Replica
-from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.routing import Routing
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.request import FILE, Outcome, Request, RequestLog
+from selfspec_cli.gateway.routing import Batch, Places, Routing
+from selfspec_cli.gateway.settings import GatewaySettings, KeySettings
 from selfspec_cli.gateway.supervisor import replica
 from selfspec_cli.gateway.telemetry import Telemetry, Tracing
 from selfspec_cli.gateway.upstream import Upstream
+from selfspec_cli.gateway.wire import GatewayError, unavailable
 from selfspec_cli.record.gateway_log import ASKED_FOR, FOLDER, Ledger
 
 VANISHED = 499  # of the log and the metrics; the client is gone
@@ -56,9 +49,9 @@ class Gateway:
         self.telemetry = Telemetry()
         self.tracing = Tracing()
         self.ledger = Ledger()
-        self.memory = Memory(0)
+        self.memory = Memory()
         self.batch = Batch(self.routing.free)
-        self.places = Places(lambda request: bool(self.routing.free(request)))
+        self.places = Places(self.routing.free)
         self.draining = False
         self.inside = 0
         self._random = random.Random(SEED)
@@ -71,23 +64,22 @@ class Gateway:
         self.caching.settings = settings.cache
         self.log.text = settings.log_text
         self.memory.most = int(max(1, BODIES // settings.workers) * settings.limits.body_mib * 2**20)
-        self.keys = Keys(settings.keys, self.meter)
+        self.keys = Keys(settings.keys)
         self.routing.take(settings)
 
     @property
     def replicas(self) -> list[Replica]:
-        """The backends, in the order of the settings."""
         return self.routing.replicas
 
-    async def _route(self, request: Request, out: Outcome) -> Choice:
+    async def _route(self, out: Outcome) -> Choice:
         """Where a request goes; raises GatewayError (503) where nobody takes it."""
-        fit = self.routing.candidates(request)
-        if not fit:
+        request = out.request
+        if not self.routing.candidates(request):
             waits = [replica.backoff() for replica in self.routing.up(request)]
             said = "no backend takes requests for this model now"
             raise unavailable(said, min(waits, default=1.0), backend=request.backend)
-        if not await self.places.wait(request, self.settings.limits.queue_seconds):
-            seconds = self.settings.limits.queue_seconds
+        seconds = self.settings.limits.queue_seconds
+        if not await self.places.wait(request, seconds):
             raise unavailable("every backend for this model is full", seconds, backend=request.backend)
         free = self.routing.free(request)
         out.policy = request.policy or self.settings.policy
@@ -97,9 +89,7 @@ class Gateway:
             return Choice(tuple(free), "plain")
         return self.routing.choose(request, free)
 
-    # ---- one request -------------------------------------------------------------------------------------------------
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, tenant: Tenant) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, tenant: KeySettings) -> None:
         """ASGI, for the endpoints of models. Nothing that one request does ends the gateway."""
         headers = Headers(scope=scope)
         client, task = Client(send, {}), asyncio.current_task()
@@ -112,19 +102,21 @@ class Gateway:
         try:
             if self.draining or self.inside > limits.at_once:
                 raise unavailable("the gateway is ending" if self.draining else "too many requests at once")
-            tenant.enter()
+            self.meter.enter(tenant)
             entered = True
             raw = await self.memory.read(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
             held = len(raw)
             request = await self._read(scope["path"], raw, headers, tenant)
             del raw
             out = Outcome(request)
-            watching = watch(receive, client, task, limits.unread_seconds)
+            watching = asyncio.ensure_future(watch(receive, client, task, limits.unread_seconds))
             with self.tracing.span(scope["path"], headers) as span:
                 async with asyncio.timeout(limits.request_seconds):
-                    await self._answer(request, out, client)
+                    await self._answer(out, client)
                 out.status = out.status or 200
-                _annotate(span, out)
+                for name, value in out.row(text=False).items() if span is not None else ():
+                    if value is not None and name not in ("id", "tried"):
+                        span.set_attribute(f"selfspec.{name}", value)
         except Vanished:
             pass
         except asyncio.CancelledError:
@@ -157,10 +149,9 @@ class Gateway:
     def fault(self, error: Exception) -> GatewayError:
         """What a client is answered after a fault of the gateway's own, which is logged."""
         self.log.fault(error)
-        name = type(error).__name__
-        return GatewayError(f"the gateway failed: {name}", 500, "internal_error", logged=f"the gateway failed: {name}")
+        return GatewayError(f"the gateway failed: {type(error).__name__}", 500, "internal_error")
 
-    async def _read(self, path: str, raw: bytes, headers: Headers, tenant: Tenant) -> Request:
+    async def _read(self, path: str, raw: bytes, headers: Headers, tenant: KeySettings) -> Request:
         if len(raw) > LONG_BODY:
             request = await asyncio.to_thread(requests.read, path, raw, headers)
         else:
@@ -170,42 +161,40 @@ class Gateway:
         if request.policy is not None:
             self.routing.chooser(request.policy)
         self.routing.check_model(request)
-        tenant.check_model(request.model)
+        check_model(tenant, request.model)
         return request
 
-    async def _answer(self, request: Request, out: Outcome, client: Client) -> None:
-        out.plain = self._random.random() < self.settings.ledger.plain_share and request.backend is None
-        if out.plain or not await self.caching.answered(request, out, client, self._ask):
-            await self._ask(request, out, client)
+    async def _answer(self, out: Outcome, client: Client) -> None:
+        out.plain = self._random.random() < self.settings.ledger.plain_share and out.request.backend is None
+        if out.plain or not await self.caching.answered(out, client, self._ask):
+            await self._ask(out, client)
 
-    async def _ask(self, request: Request, out: Outcome, client: Client) -> None:
-        """Have a backend answer."""
-        reason = ""
+    async def _ask(self, out: Outcome, client: Client) -> None:
+        request, reason = out.request, ""
         if request.kind == "batch":
             reason = "_" + await self.batch.wait(request)
-        choice = await self._route(request, out)
+        choice = await self._route(out)
         if (waited := time.monotonic() - request.began) and (reason or waited > 0.01):
             out.waited = waited
         out.reason = choice.reason + reason
         out.expect(choice.order[0].predict(request))
-        relay = Relay(self.routing, self.upstream, self.telemetry, request, out, client, choice)
+        relay = Relay(self.routing, self.upstream, self.telemetry, out, client, choice)
         self.tracing.inject(relay.headers)
         await relay.run()
 
-    def _done(self, out: Outcome | None, tenant: Tenant | None) -> None:
+    def _done(self, out: Outcome | None, tenant: KeySettings | None) -> None:
         """Count and log a request that has ended, and let the next ones go."""
         if tenant is not None:
             tokens = 0 if out is None else (out.prompt_tokens or 0) + (out.tokens or 0)
             try:
-                tenant.leave(tokens, 0.0 if out is None else out.cost or 0.0)
+                self.meter.leave(tenant, tokens, 0.0 if out is None else out.cost or 0.0)
             except sqlite3.Error as error:  # a disk that is full
                 self.log.fault(error)
         self.look()
         if out is None:
             return
-        request = out.request
-        out.e2e = time.monotonic() - request.began
-        self.routing.learn(request, out)
+        out.e2e = time.monotonic() - out.request.began
+        self.routing.learn(out)
         self.telemetry.ended(out)
         row = out.row(self.log.text)
         self.ledger.add(row)
@@ -213,20 +202,11 @@ class Gateway:
 
     def look(self) -> None:
         """A place may have become free: let requests that wait go."""
-        if self.batch.waiting:
-            self.batch.look()
-        if self.places.waiting:
-            self.places.look()
+        self.batch.look()
+        self.places.look()
 
     def looked(self) -> None:
         """A backend was looked at: what waits may go, and what is shown is as it is now."""
         self.look()
         waiting = {"batch": len(self.batch.waiting), "interactive": len(self.places)}
         self.telemetry.now(self.inside, waiting, self.replicas)
-
-
-def _annotate(span: Any, out: Outcome) -> None:
-    """What a trace shows of a request."""
-    for name, value in () if span is None else out.row(text=False).items():
-        if value is not None and name not in ("id", "tried"):
-            span.set_attribute(f"selfspec.{name}", value)

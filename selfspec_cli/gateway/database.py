@@ -1,7 +1,5 @@
 """SQLite files that several processes of a gateway use at once; a kill at any moment leaves them whole."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`selfspec gateway demo`: real servers on the CPU, traffic, a server killed in mid-answer, and what routing gained."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -11,14 +9,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import aiohttp
 import pandas
+from aiohttp import ClientSession
 
-from selfspec_cli.gateway import packed, server
+from selfspec_cli.gateway import server
 from selfspec_cli.gateway.backends.base import log_of
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.supervisor import Supervisor
+from selfspec_cli.gateway.wire import loads
 
 START_SECONDS = 420.0
 PROMPTS = (
@@ -43,11 +42,7 @@ class DemoFailed(Exception):
 
 
 def run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
-    """Run the demo; the document that `selfspec gateway demo --json` prints.
-
-    Raises:
-        DemoFailed: a server did not start, or a check failed.
-    """
+    """Run the demo; the document that `selfspec gateway demo --json` prints. Raises DemoFailed."""
     return asyncio.run(_run(settings, say))
 
 
@@ -66,8 +61,8 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
             await asyncio.sleep(0.05)
         url = f"http://{settings.host}:{web.servers[0].sockets[0].getsockname()[1]}"
         try:
-            async with aiohttp.ClientSession() as session:
-                checks = await _traffic(gateway, supervisor, session, url, say)
+            async with ClientSession(url) as session:
+                checks = await _traffic(gateway, supervisor, session, say)
         finally:
             web.should_exit = True
             await serving
@@ -80,28 +75,20 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
 
 
 def _not_ready(supervisor: Supervisor) -> str:
-    ended = [
-        one
-        for one in supervisor.replicas
-        if (process := supervisor.processes.get(one.name)) and process.poll() is not None
-    ]
-    said = [f"{one.name} ended before it answered; its log: {log_of(one.settings, supervisor.folder)}" for one in ended]
-    return "; ".join(said) or (
-        f"not all servers came up in {START_SECONDS:.0f} s; their logs are in {supervisor.folder}"
-    )
+    folder, ended = supervisor.folder, filter(supervisor.ended, supervisor.replicas)
+    said = [f"{one.name} ended before it answered; its log: {log_of(one.settings, folder)}" for one in ended]
+    return "; ".join(said) or f"not all servers came up in {START_SECONDS:.0f} s; their logs are in {folder}"
 
 
-async def _traffic(
-    gateway: Gateway, supervisor: Supervisor, session: aiohttp.ClientSession, url: str, say: Say
-) -> dict[str, Any]:
+async def _traffic(gateway: Gateway, supervisor: Supervisor, session: ClientSession, say: Say) -> dict[str, Any]:
     """Ask in several ways; what has to be true, by name."""
     say(f"traffic: {len(PROMPTS) * ROUNDS} streams, first one at a time, then {AT_ONCE} at once")
-    expected = {prompt: await ask(session, url, prompt, {"backend": "plain", "cache": "none"}) for prompt in PROMPTS}
+    expected = {prompt: await ask(session, prompt, {"backend": "plain", "cache": "none"}) for prompt in PROMPTS}
     room = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: str, **wishes: Any) -> bool:
         async with room:
-            return (await ask(session, url, prompt, wishes)) == expected[prompt]
+            return (await ask(session, prompt, wishes)) == expected[prompt]
 
     texts = [await one(prompt, cache="none") for prompt in PROMPTS for _ in range(ROUNDS // 2)]
     texts += await asyncio.gather(*(one(prompt, cache="none") for prompt in PROMPTS * (ROUNDS // 2)))
@@ -109,29 +96,26 @@ async def _traffic(
     texts += await asyncio.gather(*(one(prompt) for prompt in PROMPTS * 2))
     lazy = [one(prompt, **{"class": "batch", "deadline_ms": 20_000, "cache": "none"}) for prompt in PROMPTS[:BATCH]]
     texts += await asyncio.gather(*lazy)
-    survived = await _kill(gateway, supervisor, session, url, say)
-    killed = ", ".join(f"{name} {value}" for name, value in survived.items())
+    survived = await _kill(gateway, supervisor, session, say)
     checks = {
         "answers equal to those of the plain server": f"{sum(texts)} of {len(texts)}",
-        "stream whose server was killed": killed,
+        "stream whose server was killed": ", ".join(f"{name} {value}" for name, value in survived.items()),
     }
     if not all(texts) or not survived["same text"]:
         raise DemoFailed(f"an answer is not what it has to be: {checks}")
     return checks
 
 
-async def _kill(
-    gateway: Gateway, supervisor: Supervisor, session: aiohttp.ClientSession, url: str, say: Say
-) -> dict[str, Any]:
+async def _kill(gateway: Gateway, supervisor: Supervisor, session: ClientSession, say: Say) -> dict[str, Any]:
     """Kill the early-exit server in the middle of an answer; the plain one continues it."""
     prompt, tokens = "def parse_arguments(argv):\n", 160
-    whole = await ask(session, url, prompt, {"backend": "plain", "cache": "none"}, tokens=tokens)
+    whole = await ask(session, prompt, {"backend": "plain", "cache": "none"}, tokens)
 
     def kill() -> None:
         say("killing the early-exit server in the middle of an answer")
         os.killpg(supervisor.processes["early"].pid, signal.SIGKILL)
 
-    broken = await ask(session, url, prompt, {"backend": "early", "cache": "none"}, tokens=tokens, after=(3, kill))
+    broken = await ask(session, prompt, {"backend": "early", "cache": "none"}, tokens, after=(3, kill))
     gateway.log.write()
     row = _rows(gateway)[-1]
     return {
@@ -142,8 +126,7 @@ async def _kill(
 
 
 async def ask(
-    session: aiohttp.ClientSession,
-    url: str,
+    session: ClientSession,
     prompt: str,
     wishes: dict[str, Any],
     tokens: int = TOKENS,
@@ -152,10 +135,10 @@ async def ask(
     """Stream one greedy completion; its text. after: a number of parts, and what is called once they have come."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     text, parts = "", 0
-    async with session.post(f"{url}/v1/completions", json=body | {"stream": True, "selfspec": wishes}) as response:
+    async with session.post("/v1/completions", json=body | {"stream": True, "selfspec": wishes}) as response:
         async for line in response.content:
             if line.startswith(b"data: {"):
-                found = packed.loads(line[6:])
+                found = loads(line[6:])
                 if "error" in found:
                     raise DemoFailed(found["error"]["message"])
                 text += "".join(choice.get("text") or "" for choice in found["choices"])
@@ -180,4 +163,4 @@ def routes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rows(gateway: Gateway) -> list[dict[str, Any]]:
-    return [packed.loads(line) for line in gateway.log.file.read_bytes().splitlines()]
+    return [loads(line) for line in gateway.log.file.read_bytes().splitlines()]

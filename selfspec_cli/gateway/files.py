@@ -1,7 +1,5 @@
 """How a file of settings and overrides become a gateway's settings, every key known and every value checked."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,20 +13,16 @@ from selfspec_cli.config.paths import read_yaml
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.backends import BACKENDS
-from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.limits import digest_of, is_digest
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.settings import GatewaySettings, checked
 
 
 def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
     """The gateway that a file describes, with overrides KEY=VALUE such as policy=fixed or limits.at_once=2.
 
-    Args:
-        name: a file, or the name of one in conf/gateway/ or ./conf/gateway/; None begins with the defaults.
-
-    Raises:
-        ConfigError: no such file, key or value; the message names it, what is allowed, and the nearest spelling.
+    name: a file, or the name of one in conf/gateway/ or ./conf/gateway/; None begins with the defaults. Raises
+    ConfigError: no such file, key or value; the message names it, what is allowed, and the nearest spelling.
     """
     keys = [column.name for column in fields(GatewaySettings)]
     content = {} if name is None else read_yaml(_file(name), keys)
@@ -75,10 +69,8 @@ def check(settings: GatewaySettings) -> None:
         if not key.name or not key.key:
             raise ConfigError(f"keys.{place}: give name, and key: a variable that holds it, or its SHA-256")
         if not is_digest(key.key) and not os.environ.get(key.key):
-            raise ConfigError(
-                f"keys.{place}.key={key.key}: that environment variable is not set, and it is no SHA-256, "
-                "which has 64 hexadecimal digits"
-            )
+            said = "that environment variable is not set, and it is no SHA-256, which has 64 hexadecimal digits"
+            raise ConfigError(f"keys.{place}.key={key.key}: {said}")
     if len(settings.tls) not in (0, 2) or not all(os.access(file, os.R_OK) for file in settings.tls):
         raise ConfigError(f"tls={settings.tls}: give two files that can be read, the certificate and its key")
     digests = [digest_of(key) for key in settings.keys]

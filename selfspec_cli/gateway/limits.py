@@ -1,7 +1,5 @@
 """Who may ask, and how much: keys by their SHA-256, and limits for each of them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -13,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from selfspec_cli.gateway.database import database
-from selfspec_cli.gateway.errors import GatewayError, unavailable
 from selfspec_cli.gateway.settings import KeySettings
+from selfspec_cli.gateway.wire import GatewayError, unavailable
 
-EVERYBODY = "everybody"
+NOBODY = KeySettings("nobody")  # who asks without a key where none is needed
 DAY = 86_400
 BUCKETS = ("requests", "tokens")
 VERSION = 1
@@ -45,7 +43,6 @@ class Meter:
                 self._db.execute("DELETE FROM inside WHERE process = ?", (process,))
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     @contextmanager
@@ -55,24 +52,32 @@ class Meter:
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             found = self._db.execute("SELECT requests, tokens, spent, at FROM used WHERE key = ?", (key,)).fetchone()
-            requests, tokens, spent, at = found or (math.inf, math.inf, 0.0, now)
+            *buckets, spent, at = found or (math.inf, math.inf, 0.0, now)
             minutes = max(0.0, now - at) / 60
             used = {"spent": spent if at // DAY == now // DAY else 0.0}
-            rates = (requests, limits.requests_per_minute), (tokens, limits.tokens_per_minute)
-            for name, (left, rate) in zip(BUCKETS, rates, strict=True):
-                used[name] = left if rate is None else min(float(rate), left + minutes * rate)
+            for what, left in zip(BUCKETS, buckets, strict=True):
+                rate = getattr(limits, f"{what}_per_minute")
+                used[what] = left if rate is None else min(float(rate), left + minutes * rate)
             yield key, used
             row = (key, used["requests"], used["tokens"], used["spent"], now)
             self._db.execute("INSERT OR REPLACE INTO used VALUES (?,?,?,?,?)", row)
 
     def enter(self, limits: KeySettings) -> None:
-        """A request of this key comes in; raises GatewayError (429) where a limit is reached."""
+        """A request of this key comes in; raises GatewayError: a limit is reached (429), or cannot be read (503)."""
+        if limited(limits):
+            try:
+                self._enter(limits)
+            except sqlite3.Error as error:
+                raise unavailable(f"the limits of {limits.name} cannot be read: {error}") from error
+
+    def _enter(self, limits: KeySettings) -> None:
         who = limits.name
         with self._changed(limits) as (key, used):
             inside = self._db.execute("SELECT coalesce(sum(count), 0) FROM inside WHERE key = ?", (key,)).fetchone()[0]
             if limits.at_once is not None and inside >= limits.at_once:
                 raise _too_much(f"{who}: {limits.at_once} requests at once are allowed", 1.0)
-            for what, rate in zip(BUCKETS, (limits.requests_per_minute, limits.tokens_per_minute), strict=True):
+            for what in BUCKETS:
+                rate = getattr(limits, f"{what}_per_minute")
                 if rate is not None and used[what] < 1:
                     raise _too_much(f"{who}: {rate} {what} a minute are allowed", (1 - used[what]) * 60 / rate)
             if limits.money_per_day is not None and used["spent"] >= limits.money_per_day:
@@ -82,54 +87,40 @@ class Meter:
             self._count(key, 1)
 
     def leave(self, limits: KeySettings, tokens: int, cost: float) -> None:
-        """A request of this key has ended. tokens: that it took, prompt included; cost: in money."""
-        with self._changed(limits) as (key, used):
-            used["tokens"] -= tokens
-            used["spent"] += cost
-            self._count(key, -1)
+        """A request of this key has ended. tokens: that it took, prompt included; cost: in money. Raises sqlite3.Error
+        where it cannot be written."""
+        if limited(limits):
+            with self._changed(limits) as (key, used):
+                used["tokens"] -= tokens
+                used["spent"] += cost
+                self._count(key, -1)
 
     def _count(self, key: str, more: int) -> None:
         statement = "INSERT INTO inside VALUES (?,?,?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
         self._db.execute(statement, (key, os.getpid(), more))
 
 
-class Tenant:
-    """One client and its limits."""
+def limited(tenant: KeySettings) -> bool:
+    """Whether a client has any limit."""
+    limits = (tenant.requests_per_minute, tenant.tokens_per_minute, tenant.at_once, tenant.money_per_day)
+    return any(one is not None for one in limits)
 
-    def __init__(self, settings: KeySettings, meter: Meter) -> None:
-        self.settings, self.name, self.admin, self._meter = settings, settings.name, settings.admin, meter
-        limits = (settings.requests_per_minute, settings.tokens_per_minute, settings.at_once, settings.money_per_day)
-        self._limited = any(one is not None for one in limits)
 
-    def enter(self) -> None:
-        """A request comes in; raises GatewayError: a limit is reached (429), or the limits cannot be read (503)."""
-        if self._limited:
-            try:
-                self._meter.enter(self.settings)
-            except sqlite3.Error as error:
-                raise unavailable(f"the limits of {self.name} cannot be read: {error}") from error
-
-    def leave(self, tokens: int, cost: float) -> None:
-        """See `Meter.leave`. Raises sqlite3.Error where it cannot be written."""
-        if self._limited:
-            self._meter.leave(self.settings, tokens, cost)
-
-    def check_model(self, model: str) -> None:
-        """Raises GatewayError (403) for a model that this client may not ask for."""
-        if self.settings.models and model not in self.settings.models:
-            said, logged = f"{self.name} may ask for {', '.join(self.settings.models)}", "a model that is not the key's"
-            raise GatewayError(said, 403, "permission_error", param="model", logged=logged)
+def check_model(tenant: KeySettings, model: str) -> None:
+    """Raises GatewayError (403) for a model that this client may not ask for."""
+    if tenant.models and model not in tenant.models:
+        said, logged = f"{tenant.name} may ask for {', '.join(tenant.models)}", "a model that is not the key's"
+        raise GatewayError(said, 403, "permission_error", param="model", logged=logged)
 
 
 class Keys:
     """Who asks, by the key that is sent; without any configured key everybody may ask, without limits."""
 
-    def __init__(self, settings: Sequence[KeySettings], meter: Meter) -> None:
-        self.nobody = Tenant(KeySettings(name="nobody"), meter)
-        self.everybody = None if settings else Tenant(KeySettings(name=EVERYBODY, admin=True), meter)
-        self.known = {digest_of(one): Tenant(one, meter) for one in settings}
+    def __init__(self, settings: Sequence[KeySettings]) -> None:
+        self.everybody = None if settings else KeySettings("everybody", admin=True)
+        self.known = {digest_of(one): one for one in settings}
 
-    def tenant(self, authorization: str) -> Tenant:
+    def tenant(self, authorization: str) -> KeySettings:
         """The client of a request; raises GatewayError (401) for a key that is missing or not known."""
         if self.everybody is not None:
             return self.everybody
@@ -142,7 +133,6 @@ class Keys:
 
 
 def digest_of(settings: KeySettings) -> str:
-    """The SHA-256 of a configured key."""
     return settings.key.lower() if is_digest(settings.key) else _digest(os.environ[settings.key])
 
 

@@ -1,4 +1,4 @@
-"""One answer, from a backend to the client, as a machine of four states.
+"""One answer, from the backends that are tried to the client, as a machine of four states.
 
     asking      the client has nothing yet: the backends of the order are tried one after the other
     sending     a part of a backend's stream is at the client
@@ -9,8 +9,6 @@ asking -> ended for an answer in one piece or a refusal; asking -> sending -> en
 -> sending for each backend that breaks off. A failure leaves the state as it is, and the next backend is tried.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from enum import StrEnum
@@ -18,22 +16,18 @@ from typing import Any
 
 import aiohttp
 
-from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.client import Client
-from selfspec_cli.gateway.continuation import Answer, Way, by_ids
-from selfspec_cli.gateway.errors import of_backend
-from selfspec_cli.gateway.events import BrokenStream, Event, Parser
-from selfspec_cli.gateway.outcome import Outcome
+from selfspec_cli.gateway.continuation import Answer, ResponsesAnswer, Way, by_ids
 from selfspec_cli.gateway.policies.base import Choice
 from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.replica import Flight, Replica
-from selfspec_cli.gateway.request import CHAT, RESPONSES, Request
-from selfspec_cli.gateway.responses import ResponsesAnswer
+from selfspec_cli.gateway.request import CHAT, RESPONSES, Outcome, Request
 from selfspec_cli.gateway.routing import Routing
 from selfspec_cli.gateway.telemetry import Telemetry
-from selfspec_cli.gateway.tries import Tries
-from selfspec_cli.gateway.upstream import BackendFailed, Cause, Refused, Upstream, outgoing, prepared
+from selfspec_cli.gateway.upstream import BackendFailed, Cause, Refused, Upstream, outgoing
+from selfspec_cli.gateway.wire import BrokenStream, GatewayError, Parser, dumps, loads, of_backend, unavailable
 
+ATTEMPTS = 3  # backends that are tried for one request, and as many for the rest of a stream
 FEWEST = 4  # tokens of an answer from which the tokens of an event are learnt
 DRAIN_SECONDS = 0.5  # for the end of a response, after the last event of the answer
 
@@ -53,39 +47,27 @@ class Relay:
     way: how the rest is asked for."""
 
     def __init__(
-        self,
-        routing: Routing,
-        upstream: Upstream,
-        telemetry: Telemetry,
-        request: Request,
-        out: Outcome,
-        client: Client,
-        choice: Choice,
+        self, routing: Routing, upstream: Upstream, telemetry: Telemetry, out: Outcome, client: Client, choice: Choice
     ) -> None:
         self.upstream, self.telemetry = upstream, telemetry
-        self.request, self.out, self.client = request, out, client
+        self.request, self.out, self.client = out.request, out, client
         self.limits = routing.settings.limits
         self.sure = choice.sure
-        self.headers: dict[str, str] = {"x-request-id": request.id}
+        self.headers = {"x-request-id": self.request.id}
         self.state = State.asking
-        self.tries = Tries(routing, telemetry, request, choice)
+        self.tries = Tries(routing, telemetry, self.request, choice)
         self.unsure: tuple[Replica, bytes] | None = None
-        self.answer = Answer(request)
+        self.answer = Answer(self.request)
         self.way: Way | None = None
         self._counted = False  # the tokens of what the backend of now does are known
         self._last_sent = self._broke_at = 0.0
 
     async def run(self) -> None:
-        """Answer the request.
-
-        Raises:
-            GatewayError: nobody could; where a stream has begun, the caller tells it in the stream.
-        """
+        """Answer the request. Raises GatewayError where nobody could, which the caller tells the client."""
         while self.state is not State.ended:
             replica = self._next()
             if replica is None:
-                await self._send_unsure()
-                continue
+                return await self._send_unsure()
             try:
                 await self._ask(replica)
                 self.tries.blame()
@@ -127,11 +109,8 @@ class Relay:
     # ---- one backend -------------------------------------------------------------------------------------------------
 
     async def _ask(self, replica: Replica) -> None:
-        """Have one backend answer, or send the rest.
-
-        Raises:
-            BackendFailed: it sent nothing, or broke off. Refused: the request itself is wrong.
-        """
+        """Have one backend answer, or send the rest. Raises BackendFailed where it sent nothing or broke off, and
+        Refused."""
         path, body = self.request.endpoint, self.request.body
         if self.state is State.asking and self.request.stream:
             self.answer = ResponsesAnswer(self.request) if path == RESPONSES else Answer(self.request)
@@ -147,7 +126,6 @@ class Relay:
             sent = outgoing(self.request, replica, path, body, ids=self.answer.ids, plain=self.out.plain)
             if self.sure is not None:
                 sent["logprobs"] = sent.get("logprobs") or (True if path == CHAT else 1)
-            sent = await prepared(self.upstream, replica, path, sent)
             seconds = None if self.request.stream else self.limits.request_seconds
             async with self.upstream.post(replica, path, sent, self.headers, seconds=seconds) as response:
                 self.out.route = replica.name
@@ -191,7 +169,7 @@ class Relay:
             if self.request.body.get("logprobs") in (None, False):
                 for choice in found["choices"]:
                     choice["logprobs"] = None  # the client has not asked for them
-                raw = packed.dumps(found)
+                raw = dumps(found)
             if sure is not None and sure < self.sure:
                 self.out.reason += "_unsure"
                 self.unsure = (flight.replica, raw)
@@ -229,11 +207,8 @@ class Relay:
             await self.upstream.whole(response, DRAIN_SECONDS)
 
     async def _events(self, flight: Flight, response: aiohttp.ClientResponse) -> list[bytes]:
-        """Send what comes; returns what came with the end of the answer, which is still to be sent.
-
-        Raises:
-            BrokenStream: it broke off, or no event came for too long: comments do not count.
-        """
+        """Send what comes; returns what came with the end of the answer, which is still to be sent. Raises BrokenStream
+        where it broke off, or no event came for too long: comments do not count."""
         parser, until = Parser(), time.monotonic() + self.limits.first_byte_seconds
         while part := await self.upstream.part(response, max(0.0, until - time.monotonic())):
             made: list[bytes] = []
@@ -241,7 +216,7 @@ class Relay:
             done = False
             try:
                 for event in parser.feed(part):
-                    data, done = self._taken(event)
+                    data, done = self.answer.take(event)
                     if data is not None:
                         made.append(data)
                         until = time.monotonic() + self.limits.stall_seconds
@@ -249,6 +224,8 @@ class Relay:
                         break
             except BrokenStream as error:
                 broken = error  # what came before it is remembered as sent, so it has to be
+            except (TypeError, ValueError, AttributeError, LookupError):
+                broken = BrokenStream("an event that has not the form of an answer's")
             if made:
                 await self._send(flight, made, done)
             if broken is not None:
@@ -257,20 +234,12 @@ class Relay:
                 return made
         raise BrokenStream("the stream ended before the answer did")
 
-    def _taken(self, event: Event) -> tuple[bytes | None, bool]:
-        """As `Answer.take`."""
-        try:
-            return self.answer.take(event)
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
-            raise BrokenStream("an event that has not the form of an answer's") from error
-
     async def _send(self, flight: Flight, made: list[bytes], done: bool) -> None:
         at = self._last_sent = time.monotonic()
         if self.out.ttft is None:
             self.out.ttft = at - self.request.began
         if self.state is State.continuing:
-            self.out.survived += 1
-            self.out.lost = (self.out.lost or 0.0) + at - self._broke_at
+            self._survived(at)
             self.telemetry.survived.labels(flight.replica.name).inc()
         self.state = State.sending
         flight.came(len(made))
@@ -278,10 +247,13 @@ class Relay:
             await self.client.part(b"".join(made))
             flight.held += time.monotonic() - at
 
+    def _survived(self, at: float) -> None:
+        self.out.survived += 1
+        self.out.lost = (self.out.lost or 0.0) + at - self._broke_at
+
     async def _finish(self, last: bytes) -> None:
         if self.state is State.continuing:  # all that was missing is the end
-            self.out.survived += 1
-            self.out.lost = (self.out.lost or 0.0) + time.monotonic() - self._broke_at
+            self._survived(time.monotonic())
         self.state = State.ended
         if self.out.tokens is None and self.answer.token_ids:
             self.out.tokens, self._counted = len(self.answer.token_ids), True
@@ -291,7 +263,7 @@ class Relay:
 def answer_of(raw: bytes) -> dict[str, Any]:
     """The document of an answer in one piece; raises BrokenStream for what is none."""
     try:
-        found = packed.loads(raw)
+        found = loads(raw)
     except ValueError as error:
         raise BrokenStream("the answer is no JSON") from error
     if not isinstance(found, dict) or found.get("error"):
@@ -301,3 +273,75 @@ def answer_of(raw: bytes) -> dict[str, Any]:
     if not fits and not any(isinstance(found.get(name), list) for name in ("data", "results", "output")):
         raise BrokenStream("what came is no answer")
     return found
+
+
+class Tries:
+    """The backends that one request has tried, whose fault the failures were, and which backend comes next.
+
+    failures: in order; whether they are the backends' fault shows when another one answers. last: of the choice.
+    """
+
+    def __init__(self, routing: Routing, telemetry: Telemetry, request: Request, choice: Choice) -> None:
+        self.routing, self.telemetry, self.request = routing, telemetry, request
+        self.failures: list[tuple[Replica, BackendFailed]] = []
+        order = choice.order[:ATTEMPTS]
+        self.last = order[-1]
+        self._order = iter(order)
+        self._rest = iter(range(ATTEMPTS))
+
+    def another(self, any_one: bool) -> Replica | None:
+        """The next backend of the choice. any_one: after these, where all have failed, one whose breaker is open, which
+        may do better."""
+        replica = next(self._order, None)
+        if replica is not None or not any_one or self.request.backend or len(self.failures) >= ATTEMPTS:
+            return replica
+        new = self._new(self.routing.up(self.request))
+        return next((replica for replica in new if replica.has_room() and not replica.backoff()), None)
+
+    def for_the_rest(self, way: Way | None) -> Replica:
+        """The backend that sends the rest of a stream; raises GatewayError where nobody can. way: how it is asked."""
+        dead = self.failures[-1][0]
+        if way is None or next(self._rest, None) is None:
+            raise self.broken()
+        alike = [one for one in self.routing.up(self.request) if one.weights == dead.weights and one is not dead]
+        others = [one for one in alike if (one.vllm or way is Way.again) and not one.backoff()]
+        if not others:
+            raise self.broken()
+        new = self._new(others)
+        sound = [replica for replica in new if replica.sound()]
+        return self.routing.choose(self.request, sound or new or others).order[0]
+
+    def _new(self, replicas: list[Replica]) -> list[Replica]:
+        tried = [replica for replica, _ in self.failures]
+        return [replica for replica in replicas if replica not in tried]
+
+    def failed(self, replica: Replica, error: BackendFailed) -> None:
+        """A backend failed. Its own fault is counted at once, and what it asks for is honoured."""
+        self.failures.append((replica, error))
+        if error.cause is Cause.backend:
+            replica.breaker.failed()
+        if error.retry_after:
+            replica.backoff_until = max(replica.backoff_until, replica.now() + error.retry_after)
+
+    def blame(self) -> None:
+        """Another backend answered this request, so those that failed before are at fault, and not the request."""
+        for replica, error in self.failures:
+            if error.cause is Cause.shared:
+                replica.breaker.failed()
+
+    def nobody(self) -> GatewayError:
+        """The error for a client where every backend failed before the first byte."""
+        replica, error = self.failures[-1]
+        said, logged = f"backend {replica.name}: {error}", f"backend {replica.name}: HTTP {error.status}"
+        seconds = min((replica.retry_after for _, replica in self.failures if replica.retry_after), default=1.0)
+        if error.status == 503:
+            return unavailable(said, seconds, backend=replica.name, logged=logged)
+        headers = {"retry-after": str(round(seconds))} if error.status == 429 else {}
+        return GatewayError(said, error.status, "backend_error", backend=replica.name, headers=headers, logged=logged)
+
+    def broken(self) -> GatewayError:
+        """The error inside a stream that nobody can continue."""
+        replica, error = self.failures[-1]
+        self.telemetry.broken.labels(replica.name).inc()
+        said = f"backend {replica.name} broke off: {error}; it could not be continued"
+        return GatewayError(said, 502, "backend_error", backend=replica.name)

@@ -1,24 +1,146 @@
-"""One backend as routes see it: its state, what is in flight there, what it is expected to take, what it costs."""
+"""One backend as routes see it: its load, its failures, what is in flight there, what it will take, what it costs."""
 
-from __future__ import annotations
-
+import re
 import statistics
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import takewhile
 
-from selfspec_cli.gateway.breaker import Breaker
-from selfspec_cli.gateway.load import Load
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import NEW, Prediction, Timing
+
+_NAMES = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:prefix_cache_queries_total": "prefix_queries",
+    "vllm:spec_decode_num_drafts_total": "drafts",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+    "vllm:selfspec_draft_rounds_total": "draft_rounds",
+    "vllm:selfspec_draft_steps_total": "draft_steps",
+    "vllm:selfspec_draft_cost": "draft_cost",
+    "vllm:selfspec_draft_length": "draft_length",
+    "vllm:selfspec_expected_step_seconds": "step",
+}
+STATES = ("draft_cost", "draft_length", "step")
+MOST = 1e15  # that anything may be counted
+ROUNDS = 100  # of drafting, over which the tokens that a round brings are a mean
+_LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
+
+WINDOW_SECONDS = 30.0
+LEAST_FAILURES = 3
+SHARE = 0.5  # of the answers of the window, from which on a breaker opens
+OPEN_SECONDS = 5.0
+PROBES = 3  # requests at once that try a backend whose time is up
 
 SAMPLE = 5  # events of an answer under way, of which the median time is learnt
 NOISE = 1.15  # times longer that a step takes beside another backend of the host; less counts as nothing
 USUAL = 1 / 8  # weight of a new request in the mean of how many are there
 PREFIXES = 20_000  # blocks of prompts that are remembered to lie in a backend's prefix cache
+
+Counts = dict[str, float]
+"""Totals since the server began, and gauges as they are, by the names of _NAMES; without what it does not say."""
+
+
+def read(text: str) -> Counts:
+    """What a vLLM server says of itself at /metrics: the sum over its engines, of STATES the largest. What is no count
+    is left out."""
+    found: Counts = {}
+    for name, value in _LINE.findall(text):
+        key, number = _NAMES[name], -1.0
+        with suppress(ValueError):
+            number = float(value)
+        if 0 <= number < MOST:
+            found[key] = max(found.get(key, 0.0), number) if key in STATES else found.get(key, 0.0) + number
+    return found
+
+
+@dataclass(frozen=True)
+class Load:
+    """The state of a server: requests, and what a round of drafting costs (work, in plain steps) and brings (tokens).
+
+    rounds: that `tokens` is a mean of. step: seconds that the server expects its next step to take; None where it does
+    not say, or does not draft at the moment, so that the step is no round.
+    known: whether it says anything at all. drafts: whether it can draft. caches: whether its prefix cache is used.
+    """
+
+    running: float = 0.0
+    waiting: float = 0.0
+    work: float = 1.0
+    tokens: float = 1.0
+    drafts: bool = False
+    caches: bool = True
+    known: bool = False
+    step: float | None = None
+    rounds: float = 0.0
+
+
+def between(before: Counts | None, now: Counts, last: Load) -> Load:
+    """The load by two looks; where no round ended between them, what a round costs and brings stays as it was. Few
+    rounds say little of what one brings, so they count as much as others before them."""
+    work, tokens, counted = last.work, last.tokens, last.rounds
+    rounds = _more(before, now, "drafts")
+    if rounds:
+        counted = min(ROUNDS, last.rounds + rounds)
+        brought = 1.0 + (_more(before, now, "accepted") or 0.0) / rounds
+        tokens += min(1.0, rounds / counted) * (brought - tokens)
+        ours, steps, cost = _more(before, now, "draft_rounds"), _more(before, now, "draft_steps"), now.get("draft_cost")
+        if ours and steps is not None and cost is not None:
+            work = 1.0 + cost * steps / ours
+    caches, step = now.get("prefix_queries") != 0, now.get("step") if now.get("draft_length") != 0 else None
+    running, waiting = now.get("running", 0.0), now.get("waiting", 0.0)
+    return Load(running, waiting, work, tokens, "drafts" in now, caches, "running" in now, step or None, counted)
+
+
+def _more(before: Counts | None, now: Counts, name: str) -> float | None:
+    """By how much a total grew; None where it is not there. A server that was started anew begins at 0."""
+    later, earlier = now.get(name), (before or {}).get(name)
+    return later if later is None or earlier is None or later < earlier else later - earlier
+
+
+@dataclass
+class Breaker:
+    """When a backend that fails is left alone: by the share of failures over a window; then a few requests try it.
+
+    outcomes: (monotonic seconds, failed) of the window. open_until: 0 while it is closed. probing: requests that try.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    outcomes: deque[tuple[float, bool]] = field(default_factory=deque)
+    open_until: float = 0.0
+    probing: int = 0
+
+    def allows(self) -> bool:
+        return not self.open_until or (self.now() >= self.open_until and self.probing < PROBES)
+
+    def failed(self) -> None:
+        at = self.now()
+        self.outcomes.append((at, True))
+        while self.outcomes[0][0] < at - WINDOW_SECONDS:
+            self.outcomes.popleft()
+        failures = sum(failed for _, failed in self.outcomes)
+        often = failures >= LEAST_FAILURES and failures >= SHARE * len(self.outcomes)
+        if often or (self.open_until and at >= self.open_until):
+            self.open_until = at + OPEN_SECONDS
+
+    def succeeded(self) -> None:
+        """An answer began as it should; after the time of an open breaker this closes it."""
+        at = self.now()
+        if self.open_until and at < self.open_until:
+            return
+        if self.open_until:
+            self.reset()
+        self.outcomes.append((at, False))
+        if len(self.outcomes) > 1000:
+            self.outcomes.popleft()
+
+    def reset(self) -> None:
+        self.open_until = 0.0
+        self.outcomes.clear()
 
 
 class State(StrEnum):
@@ -32,12 +154,15 @@ class State(StrEnum):
 
 @dataclass(eq=False)
 class Flight:
-    """A request at a backend. before: tokens of its answer that other backends generated; own, ahead: tokens to prefill
-    of it, and before it; clock: the backend's when it began; began, first, last: seconds, when it was sent and when its
-    first and its newest events came; held: seconds since then in which the client had no room for more; sample: of the
-    newest events, seconds before them and the requests that ran."""
+    """A request at a backend.
 
-    replica: Replica
+    before: tokens of its answer that other backends generated. own, ahead: tokens to prefill of it, and before it.
+    clock: the backend's when it began. began, first, last: seconds, when it was sent and when its first and its newest
+    events came. held: seconds since then in which the client had no room for more. sample: of the newest events,
+    seconds before them and the requests that ran.
+    """
+
+    replica: "Replica"
     answers: int
     before: int
     own: float
@@ -52,14 +177,12 @@ class Flight:
 
     def came(self, events: int) -> None:
         """So many events of its stream have come."""
-        at = self.replica.now()
+        at, more = self.replica.now(), events
         if self.first is None:
-            self.first, more = at, events - 1
+            self.first = self.last = at
+            more -= 1
             self.replica.timing.learn_ttft(self.own, self.ahead, at - self.began)
             self.replica.breaker.succeeded()
-            self.last = at
-        else:
-            more = events
         if more and self.answers == 1:  # parts of several answers come in no order
             self.sample.append(((at - self.last - self.held) / more, self.replica.running()))
             self.held = 0.0
@@ -88,6 +211,7 @@ class Replica:
     models: tuple[str, ...] = ()
     state: State = State.starting
     load: Load = field(default_factory=Load)
+    counts: Counts | None = None  # of its newest /metrics
     timing: Timing = field(default_factory=Timing)
     now: Callable[[], float] = time.monotonic
     draining: bool = False
@@ -95,7 +219,7 @@ class Replica:
     flights: set[Flight] = field(default_factory=set)
     begun: int = 0
     in_flight_at_look: int = 0
-    neighbours: Sequence[Replica] = ()
+    neighbours: Sequence["Replica"] = ()
     usual: float = 0.0
     per_event: float | None = None
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -107,7 +231,6 @@ class Replica:
 
     @property
     def name(self) -> str:
-        """What the user calls it."""
         return self.settings.name
 
     def takes(self, model: str) -> bool:
@@ -127,13 +250,11 @@ class Replica:
         return self.up() and self.breaker.allows() and not self.backoff()
 
     def has_room(self) -> bool:
-        """Whether one more request may be there."""
         return self.settings.at_once is None or len(self.flights) < self.settings.at_once
 
     def priorities(self) -> bool:
-        """Whether its server schedules by priority, as its words say (vLLM: --scheduling-policy priority)."""
-        words = " ".join(self.settings.words).replace("=", " ")
-        return "--scheduling-policy priority" in words
+        """Whether its server schedules by priority, as its words say."""
+        return "--scheduling-policy priority" in " ".join(self.settings.words).replace("=", " ")
 
     def running(self) -> float:
         """Requests that are there: our own, and those of others when it was looked at."""
@@ -160,23 +281,20 @@ class Replica:
         """Its /metrics is asked for: (our requests there, how many there ever were), for `looked`."""
         return len(self.flights), self.begun
 
-    def looked(self, before: tuple[int, int], load: Load) -> None:
+    def looked(self, before: tuple[int, int], counts: Counts) -> None:
         """It has answered. Those that were sent meanwhile may be in what it says, as a busy server takes its time: they
         are ours, and not others'."""
-        self.load, self.in_flight_at_look = load, before[0] + self.begun - before[1]
+        load = self.load = between(self.counts, counts, self.load)
+        self.counts, self.in_flight_at_look = counts, before[0] + self.begun - before[1]
         if load.step is not None and load.running:
             self.timing.learn_step(load.running, load.step / load.work, self.beside())
-
-    # ---- tokens to prefill -------------------------------------------------------------------------------------------
 
     def cached_share(self, request: Request) -> float:
         """Share of the prompt that was sent there before, from its beginning, and so lies in its prefix cache."""
         if not request.blocks or not self.load.caches:
             return 0.0
-        known = next(
-            (place for place, block in enumerate(request.blocks) if block not in self._prefixes), len(request.blocks)
-        )
-        return known / len(request.blocks)
+        known = takewhile(self._prefixes.__contains__, request.blocks)
+        return sum(1 for _ in known) / len(request.blocks)
 
     def uncached(self, request: Request) -> float:
         """Tokens of the prompt that have to be prefilled there."""
@@ -185,8 +303,6 @@ class Replica:
     def ahead(self) -> float:
         """Tokens to prefill of requests there that have no token yet."""
         return sum(flight.own for flight in self.flights if flight.first is None)
-
-    # ---- what is expected --------------------------------------------------------------------------------------------
 
     def predict(self, request: Request, there: float | None = None) -> Prediction | None:
         """The times of a request if it were sent there now; None where too little was measured. there: as if so many
@@ -215,8 +331,6 @@ class Replica:
             cost += own.price_hour / 3600 * expected.e2e / (self.running() + 1)
         return cost
 
-    # ---- a request there ---------------------------------------------------------------------------------------------
-
     def begin(self, request: Request, before: int = 0) -> Flight:
         """A request is sent there, of whose answer others generated `before` tokens."""
         self._advance()
@@ -239,7 +353,7 @@ class Replica:
         which prompts are read takes longer, but how many of those there are is no property of the backend."""
         event = self.load.tokens if self.per_event is None else self.per_event
         times, running = zip(*sample, strict=True)
-        self.learn_tpot(sum(running) / len(sample), statistics.median(times) / event)
+        self.learn_tpot(statistics.fmean(running), statistics.median(times) / event)
 
     def learn_tpot(self, running: float, seconds: float) -> None:
         """A token of each of so many requests took so many seconds."""

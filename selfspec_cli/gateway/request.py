@@ -1,17 +1,22 @@
-"""One request, as a client sent it: read, checked, and what the client says about its way through the gateway."""
+"""One request: what a client sent and wishes, what became of it, and the log with a row of each."""
 
-from __future__ import annotations
-
+import hashlib
+import os
+import sys
 import time
+import traceback
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.gateway import packed
-from selfspec_cli.gateway.errors import bad_request
+from selfspec_cli.gateway.timing import Prediction
+from selfspec_cli.gateway.wire import bad_request, dumps, loads
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES = "/v1/responses"
@@ -27,17 +32,26 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Endpoints of models, and of each the fields of the body one of which has to be there."""
 STREAMED = (CHAT, COMPLETIONS, RESPONSES)
-CLASSES = ("interactive", "batch")
-CACHE_WISHES = ("none", "exact")
 OWN = "selfspec"  # of the body: what is meant for the gateway
 OBJECTS = ("stream_options", "vllm_xargs")  # of the body: what the gateway adds something to
-WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
+WISHES: dict[str, tuple[str, ...]] = {
+    "policy": (),
+    "cache": ("none", "exact"),
+    "deadline_ms": (),
+    "class": ("interactive", "batch"),
+    "priority": (),
+    "backend": (),
+}
+"""What a client may wish, and the words for it; any text or number where there are none."""
 WISH_HEADER = "x-selfspec-"
 LONGEST_WAIT = 86_400_000  # milliseconds: a day
 LONGEST_ANSWER = 1 << 40  # tokens; any limit beyond is none
 LONGEST_SESSION = 256  # characters of its name that count
 BLOCK = 256  # characters of a prompt that are remembered as one piece
 EXPECTED = 128  # tokens of an answer before any was seen
+TIMES = ("waited", "ttft", "tpot", "e2e", "expected_ttft", "expected_tpot", "lost")  # of an outcome, in seconds
+MOST = 1 << 50  # tokens of one request; a backend that says more is wrong
+FILE = "requests.jsonl"  # the log
 
 
 @dataclass
@@ -67,12 +81,10 @@ class Request:
 
     @property
     def model(self) -> str:
-        """As the client calls it."""
         return str(self.body.get("model") or "auto")
 
     @property
     def stream(self) -> bool:
-        """Whether the answer is wanted in parts."""
         return bool(self.body.get("stream")) and self.endpoint in STREAMED
 
     @cached_property
@@ -84,7 +96,6 @@ class Request:
 
     @property
     def most_tokens(self) -> int | None:
-        """Limit of the answer that the client set."""
         limit = self.body.get("max_output_tokens" if self.endpoint == RESPONSES else "max_completion_tokens")
         limit = self.body.get("max_tokens") if limit is None else limit
         return min(limit, LONGEST_ANSWER) if isinstance(limit, int) and limit > 0 else None
@@ -111,21 +122,20 @@ class Request:
 def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Request:
     """A request out of its body and headers; raises GatewayError (400) for one that no backend could answer."""
     try:
-        body = packed.loads(raw)
+        body = loads(raw)
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object")
-    if not isinstance(body.get("model", ""), str):
-        raise bad_request(f"model={body['model']!r}: a name is needed", "model")
-    if not isinstance(body.get("stream") or False, bool):
-        raise bad_request(f"stream={body['stream']!r}: true or false is needed", "stream")
     several = body.get("n")
-    if several is not None and (type(several) is not int or several < 1):
-        raise bad_request(f"n={several!r}: a whole number from 1 on is needed", "n")
-    for name in OBJECTS:
-        if not isinstance(body.get(name) or {}, dict):
-            raise bad_request(f"{name}={body[name]!r}: a JSON object is needed", name)
+    for name, fits, kind in (
+        ("model", isinstance(body.get("model", ""), str), "a name"),
+        ("stream", isinstance(body.get("stream") or False, bool), "true or false"),
+        ("n", several is None or (type(several) is int and several > 0), "a whole number from 1 on"),
+        *((name, isinstance(body.get(name) or {}, dict), "a JSON object") for name in OBJECTS),
+    ):
+        if not fits:
+            raise bad_request(f"{name}={body[name]!r}: {kind} is needed", name)
     needed = next((name for name in NEEDED[endpoint] if name in body), None)
     if needed is None:
         raise bad_request(f"{NEEDED[endpoint][0]} is missing", NEEDED[endpoint][0])
@@ -159,45 +169,29 @@ def _wishes(request: Request, own: Any, headers: Mapping[str, str]) -> None:
             raise bad_request(closest(name, WISHES, "wish"), OWN)
         if value is None:  # as clients write what they do not say
             continue
-        if name == "class":
-            request.kind = _word(value, CLASSES, name)
-        elif name == "cache":
-            request.cache = _word(value, CACHE_WISHES, name)
-        elif name == "priority":
-            request.priority = _whole(value, name)
+        if (allowed := WISHES[name]) and value not in allowed:
+            raise bad_request(closest(value, allowed, name), name)
+        if name == "priority":
+            request.priority = _number(int, value, name, "a whole number")
         elif name == "deadline_ms":
-            request.deadline = request.began + _milliseconds(value, name) / 1000
+            wait = _number(float, value, name, f"a number from 0 to {LONGEST_WAIT}")
+            request.deadline = request.began + wait / 1000
         else:
-            setattr(request, name, str(value))
+            setattr(request, "kind" if name == "class" else name, str(value))
 
 
-def _word(value: Any, allowed: tuple[str, ...], name: str) -> str:
-    if value not in allowed:
-        raise bad_request(closest(value, allowed, name), name)
-    return str(value)
-
-
-def _whole(value: Any, name: str) -> int:
-    try:
-        return int(str(value))
-    except ValueError as error:
-        raise bad_request(f"{name}={value!r}: a whole number is needed", name) from error
-
-
-def _milliseconds(value: Any, name: str) -> float:
-    try:
-        found = float(str(value))
-    except ValueError:
-        found = float("nan")
-    if not 0 <= found <= LONGEST_WAIT:
-        raise bad_request(f"{name}={value!r}: a number from 0 to {LONGEST_WAIT} is needed", name)
-    return found
+def _number(kind: type, value: Any, name: str, needed: str) -> Any:
+    with suppress(ValueError):
+        number = kind(str(value))
+        if kind is int or 0 <= number <= LONGEST_WAIT:
+            return number
+    raise bad_request(f"{name}={value!r}: {needed} is needed", name)
 
 
 def _measure(request: Request, content: Any) -> None:
     """How long the prompt is, and hashes of its beginnings."""
     ids = content if request.endpoint == COMPLETIONS and isinstance(content, list) else []
-    request.text = content if isinstance(content, str) else packed.dumps(content).decode()
+    request.text = content if isinstance(content, str) else dumps(content).decode()
     if ids and all(isinstance(one, int) for one in ids):
         request.prompt_tokens = float(len(ids))
     else:
@@ -209,3 +203,106 @@ def _measure(request: Request, content: Any) -> None:
         found.append(before)
     request.blocks = tuple(found)
     _ = request.answers  # counted here, where a long prompt holds up nobody
+
+
+@dataclass
+class Outcome:
+    """What became of a request: a row of the log, and what is counted. Times in seconds; None: not measured.
+
+    route: backend, or `cache`. reason: why it was chosen. plain: the request is one of the ledger's baseline.
+    lost: seconds between the last token before a backend died and the first one after it. machine_s: its share of
+    the machine's time. tried: backends that failed before the one that answered.
+    """
+
+    request: Request
+    policy: str = ""
+    reason: str = ""
+    route: str | None = None
+    plain: bool = False
+    cache: str = "off"
+    status: int = 0
+    error: str | None = None
+    prompt_tokens: int | None = None
+    tokens: int | None = None
+    cached_tokens: int | None = None
+    expected_ttft: float | None = None
+    expected_tpot: float | None = None
+    waited: float | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+    cost: float | None = None
+    machine_s: float | None = None
+    survived: int = 0
+    lost: float | None = None
+    tried: list[str] = field(default_factory=list)
+
+    def expect(self, found: Prediction | None) -> None:
+        """Take the times that are predicted from now on; what has passed is part of the time to first token."""
+        passed = time.monotonic() - self.request.began
+        self.expected_ttft, self.expected_tpot = (None, None) if found is None else (passed + found.ttft, found.tpot)
+
+    def usage(self, found: Any) -> None:
+        if isinstance(found, dict):
+            self.prompt_tokens = _count(found.get("prompt_tokens"), self.prompt_tokens)
+            self.tokens = _count(found.get("completion_tokens"), self.tokens)
+            details = found.get("prompt_tokens_details")
+            self.cached_tokens = _count(details.get("cached_tokens"), None) if isinstance(details, dict) else None
+
+    def row(self, text: bool) -> dict[str, Any]:
+        """A row of the log. text: what was asked is in it; otherwise its SHA-256."""
+        request = self.request
+        prompt, messages = request.body.get("prompt"), request.body.get("messages")
+        said = {"messages": messages} if messages else {"prompt": prompt if isinstance(prompt, str) else None}
+        asked = {name: getattr(request, name) for name in ("id", "tenant", "endpoint", "model", "stream")}
+        became = {name: value for name, value in vars(self).items() if name not in ("request", *TIMES)}
+        times = {name: getattr(self, name) for name in TIMES}
+        return {
+            "at": time.time(),
+            **asked,
+            "class": request.kind,
+            **became,
+            **{f"{name}_ms": value and round(value * 1000, 3) for name, value in times.items()},
+            "sha256": hashlib.sha256(request.text.encode()).hexdigest(),
+            **(said if text else {"prompt": None}),
+        }
+
+
+def _count(value: Any, otherwise: int | None) -> int | None:
+    return value if type(value) is int and 0 <= value < MOST else otherwise
+
+
+class RequestLog:
+    """One JSON object a line, written by a thread, so that a slow disk delays no token. text: what was asked is in it,
+    and not its hash alone."""
+
+    def __init__(self, file: Path, text: bool = False) -> None:
+        self.file, self.text = file, text
+        self._thread = ThreadPoolExecutor(1, "log")
+        self._fails = False
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._thread.submit(self._append, dumps(row) + b"\n")
+
+    def fault(self, error: BaseException) -> None:
+        """An error of the gateway's own, for whoever runs it."""
+        print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+
+    def write(self) -> None:
+        """Wait until every row is in the file."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _append(self, line: bytes) -> None:
+        """In one write: lines of several processes do not mix."""
+        try:
+            with open(self.file, "ab", buffering=0, opener=partial(os.open, mode=0o600)) as file:
+                file.write(line)
+            self._fails = False
+        except OSError as error:  # a full disk ends the log, not the gateway
+            if not self._fails:
+                self.fault(error)
+            self._fails = True

@@ -1,18 +1,19 @@
 """Which backends a request can go to, who chooses among them, and what is learnt from its answer."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.gateway import request as requests
-from selfspec_cli.gateway.errors import bad_request, invalid, unavailable
-from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import Choice, Chooser
 from selfspec_cli.gateway.replica import Replica
-from selfspec_cli.gateway.request import Request
+from selfspec_cli.gateway.request import Outcome, Request
 from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.wire import bad_request, invalid, unavailable
 
 LEARNT = 0.05  # weight of a new request in means over requests
 ROUTES_KEPT = 10_000  # requests whose answers may still be judged
@@ -34,6 +35,10 @@ class Routing:
         """Use the policy and the options of these settings from now on."""
         self.settings = settings
         self.choosers: dict[str, Chooser] = {}
+
+    def models(self) -> list[str]:
+        """Every name that a client may use for a model; `auto` leaves the choice of the model to the gateway too."""
+        return list(dict.fromkeys(name for one in self.replicas for name in (*one.models, *one.settings.serves)))
 
     def up(self, request: Request) -> list[Replica]:
         """Backends for the model of a request that take requests, whether or not they have failed recently."""
@@ -61,20 +66,15 @@ class Routing:
         return self.choosers[name]
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
-        """The order in which these backends are tried for a request."""
         return self.chooser(request.policy or self.settings.policy).choose(request, replicas)
 
     def check_model(self, request: Request) -> None:
         """Raises GatewayError (404, 503, 400) for a model or a backend that is not known."""
         if not any(replica.takes(request.model) for replica in self.replicas):
-            known = dict.fromkeys(
-                name for replica in self.replicas for name in (*replica.models, *replica.settings.serves)
-            )
-            problem = closest(request.model, known or ("none yet",), "model")
+            problem = closest(request.model, self.models() or ("none yet",), "model")
             if missing := [replica.name for replica in self.replicas if not replica.models]:
-                raise unavailable(
-                    f"{problem}; not up yet: {', '.join(missing)}", param="model", logged="no such model yet"
-                )
+                problem += f"; not up yet: {', '.join(missing)}"
+                raise unavailable(problem, param="model", logged="no such model yet")
             raise invalid(problem, 404, param="model", code="model_not_found", logged="no such model")
         names = [replica.name for replica in self.replicas]
         if request.backend is not None and request.backend not in names:
@@ -89,8 +89,9 @@ class Routing:
         if request.body.get("ignore_eos") and request.most_tokens:
             request.expected_tokens = request.most_tokens
 
-    def learn(self, request: Request, out: Outcome) -> None:
+    def learn(self, out: Outcome) -> None:
         """A request has ended: what it took is expected of the next ones."""
+        request = out.request
         if out.status != 200 or out.route is None:
             return
         text = request.text  # its ends say what it was about; thousands of whole prompts would be too much to keep
@@ -112,13 +113,116 @@ class Routing:
 
     def judged(self, tenant: str, request_id: str, quality: float) -> bool:
         """A tenant judged an answer that it got, 0 to 1; False where the request is not known (any more)."""
-        found = self.routes.get((tenant, request_id))
-        if found is None:
+        if (tenant, request_id) not in self.routes:
             return False
-        request, route = found
+        request, route = self.routes[tenant, request_id]
         self.chooser(self.settings.policy)
         for chooser in self.choosers.values():
             for replica in self.replicas:
                 if replica.name == route:
                     chooser.learn(request, replica, quality)
         return True
+
+
+ENOUGH = 8  # requests that are let go together, whether or not a backend idles
+DEADLINE_SECONDS = 60.0  # a request that names no deadline waits no longer
+
+
+class Batch:
+    """Requests of class `batch` wait until a backend idles, enough of them are there, or their deadline comes.
+
+    candidates: backends that could take a request now. `look` lets requests go where a reason is there; it is called
+    when a request comes, when one ends, and when backends were looked at. The oldest deadline goes first.
+    """
+
+    def __init__(self, candidates: Callable[[Request], list[Replica]]) -> None:
+        self.candidates = candidates
+        self.waiting: list[tuple[float, Request, asyncio.Future[str]]] = []  # with the deadline of each
+
+    async def wait(self, request: Request) -> str:
+        """Returns when the request may go, and says why: idle, enough or deadline."""
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        deadline = request.deadline or request.began + DEADLINE_SECONDS
+        entry = (deadline, request, ready)
+        self.waiting.append(entry)
+        try:
+            self.look()
+            # Not `wait_for`, which in Python 3.11 loses a cancellation that comes with the answer.
+            async with asyncio.timeout(deadline - request.began):
+                return await ready
+        except TimeoutError:
+            return "deadline"
+        finally:
+            if entry in self.waiting:
+                self.waiting.remove(entry)
+
+    def look(self) -> None:
+        """Let go whatever has a reason to: one request for each backend that idles, or all when enough wait."""
+        self.waiting = [one for one in self.waiting if not one[2].done()]
+        if len(self.waiting) >= ENOUGH:
+            for *_, ready in self.waiting:
+                ready.set_result("enough")
+            self.waiting = []
+            return
+        taken: set[str] = set()
+        for _, request, ready in sorted(self.waiting, key=lambda one: one[0]):
+            idle = [one for one in self.candidates(request) if not one.running() and one.name not in taken]
+            if idle:
+                taken.add(idle[0].name)
+                ready.set_result("idle")
+
+
+@dataclass
+class Places:
+    """Requests that wait for a place, fair by tenant.
+
+    free: backends that have room for a request now. waiting: by tenant; the one served last is last. `look` lets one
+    request go; it is called whenever a place may have become free.
+    """
+
+    free: Callable[[Request], object]
+    waiting: dict[str, deque[tuple[Request, asyncio.Future[None]]]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.waiting.values()))
+
+    async def wait(self, request: Request, seconds: float) -> bool:
+        """Wait for a place, at most `seconds`. Returns whether there was one."""
+        if not self.waiting and self.free(request):
+            return True
+        first = False
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    await self._turn(request, first)
+                    if self.free(request):
+                        return True
+                    first = True  # somebody was faster: it keeps its turn
+        except TimeoutError:
+            return False
+
+    async def _turn(self, request: Request, first: bool) -> None:
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        entry = (request, ready)
+        queue = self.waiting.setdefault(request.tenant, deque())
+        queue.appendleft(entry) if first else queue.append(entry)
+        try:
+            if not first:
+                self.look()
+            await ready
+        finally:
+            if entry in queue:
+                queue.remove(entry)
+            if not queue:
+                self.waiting.pop(request.tenant, None)
+
+    def look(self) -> None:
+        """Let the first request of the next tenant go that finds a place."""
+        for tenant in list(self.waiting):
+            queue = self.waiting[tenant]
+            found = next((entry for entry in queue if not entry[1].done() and self.free(entry[0])), None)
+            if found is not None:
+                self.waiting[tenant] = self.waiting.pop(tenant)
+                queue.remove(found)
+                found[1].set_result(None)
+                return

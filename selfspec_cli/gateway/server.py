@@ -1,11 +1,11 @@
 """A gateway that serves: made of its settings, run by uvicorn, and ended without losing a request."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc
 import ipaddress
+import re
+import resource
 import signal
 import socket
 import threading
@@ -16,18 +16,18 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.datastructures import Headers
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished
 from selfspec_cli.gateway.control import control
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.doors import Doors, most_connections
-from selfspec_cli.gateway.errors import GatewayError, invalid
-from selfspec_cli.gateway.limits import Tenant
+from selfspec_cli.gateway.limits import NOBODY
 from selfspec_cli.gateway.request import NEEDED, request_id
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.settings import GatewaySettings, KeySettings
 from selfspec_cli.gateway.supervisor import Supervisor, replica
+from selfspec_cli.gateway.wire import GatewayError, invalid
 
 SMALL_BODY = 1 << 16  # bytes of a body that needs no key, or is none of a model's
 DRAIN_SECONDS = 30  # for requests in flight to end when the gateway ends
@@ -37,7 +37,89 @@ FOR_EVERY_KEY = ("/v1/models", "/gateway/feedback")
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 4096
 MAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 17  # of glibc's mallopt
+HEAD_BYTES = 1 << 16  # of a request's line and headers together
+HEAD_SECONDS = 20.0  # from the connection, or from the first byte of a later request, to the end of the head
+SPARE_FILES = 256  # descriptors that are no client's and no backend's
+WANTED_FILES = 65_536
+_HTTP2 = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)", re.IGNORECASE)
+"""Java's HttpClient offers HTTP/2 in this way, and sends its body all the same; as an upgrade it would not be read."""
+_TOO_MANY, _TOO_LARGE = "503 Service Unavailable\r\nretry-after: 1", "431 Request Header Fields Too Large"
 Say = Callable[[str], None]
+
+
+def most_connections() -> int:
+    """Clients at once for which there are file descriptors, two for each: its own and its backend's. The limit of this
+    process is raised as far as it may be."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
+    files = WANTED_FILES if limit == resource.RLIM_INFINITY else limit
+    if files < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            files = wanted
+    return max(16, (files - SPARE_FILES) // 2)
+
+
+class Doors(HttpToolsProtocol):
+    """The connections of clients: uvicorn's protocol, with limits of how long a head may take, how large it may be, and
+    how many there may be. most: connections, set by the server."""
+
+    most = 1 << 30
+    _head = 0  # bytes of the head that comes now
+    _fields = 0  # of its headers
+    _alarm: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self._refuse(_TOO_MANY)
+        else:
+            self._wait()
+
+    def _refuse(self, status: str) -> None:
+        """Answer without a request, and close."""
+        head = f"HTTP/1.1 {status}\r\nx-request-id: {request_id('')}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode())
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse("400 Bad Request")
+
+    def _wait(self) -> None:
+        self._alarm = self.loop.call_later(HEAD_SECONDS, self._close)
+
+    def _close(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            if self._alarm is None:
+                self._wait()
+            self._head += len(data)
+            data = _HTTP2.sub(b"", data)
+        super().data_received(data)
+        if self._alarm is not None and self._head > HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(_TOO_LARGE)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields += len(name) + len(value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._head, fields, self._fields = 0, self._fields, 0
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if fields > HEAD_BYTES:
+            return self._refuse(_TOO_LARGE)
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        super().connection_lost(exc)
 
 
 def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
@@ -57,15 +139,19 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
         except Vanished:
             pass
         else:
-            await surface({**scope, "tenant": tenant}, _after(body, receive), send)
+            first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def again() -> MutableMapping[str, Any]:
+                return first.pop() if first else await receive()
+
+            await surface({**scope, "tenant": tenant}, again, send)
 
     app: Any = answer
     if gateway.settings.origins:
         from starlette.middleware.cors import CORSMiddleware
 
         shown = ["x-request-id", "x-selfspec-backend", "x-selfspec-cache"]
-        every = ["*"]
-        app = CORSMiddleware(answer, gateway.settings.origins, every, every, expose_headers=shown)
+        app = CORSMiddleware(answer, gateway.settings.origins, ["*"], ["*"], expose_headers=shown)
 
     async def named(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,16 +169,13 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
     return named
 
 
-def admitted(gateway: Gateway, scope: Scope) -> Tenant:
-    """Who asks; nothing of the body has been read.
-
-    Raises:
-        GatewayError: no key that may ask here (401, 403), a method that is not allowed (405), or a control endpoint
-            that another page asks in a browser, by its own origin or by a name of its own for this host (403).
-    """
+def admitted(gateway: Gateway, scope: Scope) -> KeySettings:
+    """Who asks; nothing of the body has been read. Raises GatewayError: no key that may ask here (401, 403), a method
+    that is not allowed (405), or a control endpoint that another page asks in a browser, by its own origin or by a name
+    of its own for this host (403)."""
     path, method, headers = scope["path"], scope["method"], Headers(scope=scope)
     if path in OPEN_TO_ALL:
-        return gateway.keys.nobody
+        return NOBODY
     tenant = gateway.keys.tenant(headers.get("authorization", ""))
     if path in NEEDED:
         if method != "POST":
@@ -103,18 +186,14 @@ def admitted(gateway: Gateway, scope: Scope) -> Tenant:
     host, origin = headers.get("host", ""), headers.get("origin")
     if origin is not None and origin not in gateway.settings.origins and origin.partition("://")[2] != host:
         raise GatewayError(f"a page of {origin} may not ask here: origins", 403, "permission_error")
-    name = _name(host)
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
     if gateway.keys.everybody and name not in (*LOCAL, gateway.settings.host) and not _is_number(name):
         said = f"without keys the control endpoints answer at {', '.join(LOCAL)} alone, and not at {name}"
         raise GatewayError(said, 403, "permission_error")
     return tenant
-
-
-def _name(host: str) -> str:
-    """Of a Host header; empty where it holds none."""
-    with suppress(ValueError):
-        return urlsplit(f"//{host}").hostname or ""
-    return ""
 
 
 def _is_number(host: str) -> bool:
@@ -122,16 +201,6 @@ def _is_number(host: str) -> bool:
         ipaddress.ip_address(host)
         return True
     return False
-
-
-def _after(body: bytes, receive: Receive) -> Receive:
-    """What comes of a request whose body has been read: the body, and then the rest."""
-    first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> MutableMapping[str, Any]:
-        return first.pop() if first else await receive()
-
-    return again
 
 
 @asynccontextmanager
@@ -187,14 +256,13 @@ class _Server(uvicorn.Server):
 def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
     """uvicorn for a gateway; with uvloop and httptools, which the extra `gateway` brings. say: where it listens."""
     settings = gateway.settings
-    doors = type("Doors", (Doors,), {"most": most_connections()})
     certificate, key = settings.tls or (None, None)
     config = uvicorn.Config(
         application(gateway),
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=doors,
+        http=type("Doors", (Doors,), {"most": most_connections()}),
         ws="none",
         lifespan="off",
         access_log=False,
@@ -214,21 +282,15 @@ def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
 
 async def reload(gateway: Gateway, supervisor: Supervisor, settings: GatewaySettings) -> None:
     """Go on with other settings; requests in flight end at the backends where they are. Address, TLS, origins and
-    folder stay what they were, and so does whether there is a cache.
-
-    Raises:
-        ConfigError: another number of workers.
-    """
+    folder stay what they were, and so does whether there is a cache. Raises ConfigError: another number of workers."""
     if settings.workers != gateway.settings.workers:
         raise ConfigError(f"workers={settings.workers}: it is {gateway.settings.workers} until a restart")
     known = {one.name: one for one in gateway.replicas}
-    replicas = []
-    for one in settings.backends:
-        old = known.get(one.name)
-        replicas.append(old if old is not None and old.settings == one else replica(one))
-    gateway.routing.replicas = replicas
+    gateway.routing.replicas = [
+        old if (old := known.get(one.name)) and old.settings == one else replica(one) for one in settings.backends
+    ]
     gateway.take(settings)
-    await supervisor.take(replicas)
+    await supervisor.take(gateway.replicas)
 
 
 def at_hang_up(reload_settings: Callable[[], Awaitable[None]], say: Say) -> None:
@@ -242,12 +304,9 @@ def at_hang_up(reload_settings: Callable[[], Awaitable[None]], say: Say) -> None
         else:
             say("the settings were reloaded")
 
-    running: list[asyncio.Task[None]] = []  # the event loop itself keeps no task alive
-
-    def hang_up() -> None:
-        running[:] = [asyncio.ensure_future(reloaded())]
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+    tasks: list[asyncio.Task[None]] = []  # the event loop itself keeps no task alive
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, lambda: tasks.append(loop.create_task(reloaded())))
 
 
 def prepare_memory() -> None:
@@ -261,11 +320,8 @@ def prepare_memory() -> None:
 
 
 def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettings]) -> None:
-    """Run a gateway until a signal ends it. again: reads the settings anew, at SIGHUP.
-
-    Raises:
-        ConfigError: what the settings ask for cannot be had, such as the port.
-    """
+    """Run a gateway until a signal ends it. again: reads the settings anew, at SIGHUP. Raises ConfigError for what
+    cannot be had, such as the port."""
 
     async def run() -> None:
         gateway = Gateway(settings)

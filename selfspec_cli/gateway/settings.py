@@ -3,12 +3,15 @@
 No secret is in settings, because they name the variables that hold keys, so they may be shown as they are.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+import types
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit import knobs
+from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.knobs import knob
 
 _limit = partial(knob, None, low=1, unset="no limit")
@@ -18,8 +21,6 @@ SPECIAL = ("tools", "images", "sampled")
 
 @dataclass
 class BackendSettings:
-    """One place that answers."""
-
     name: str = knob("", help="what routes, metrics and errors call it")
     kind: str = knob("openai", help="how it is started and asked; a name of the registry of backends")
     url: str | None = knob(None, help="its address; a server that answers there is adopted", unset="one is started")
@@ -110,8 +111,6 @@ class LedgerSettings:
 
 @dataclass
 class GatewaySettings:
-    """A gateway."""
-
     host: str = knob("127.0.0.1", help="address to listen on")
     port: int = knob(8080, help="port to listen on; 0 takes a free one", low=0, high=65535)
     workers: int = knob(1, help="processes that answer at that port", low=1, high=256)
@@ -127,3 +126,49 @@ class GatewaySettings:
     tls: list[str] = knob(factory=list, help="files of the certificate and its key, in PEM; empty: plain HTTP")
     origins: list[str] = knob(factory=list, help="web pages that may ask (CORS), such as https://app.example")
     results_dir: str = knob("results", help="folder of the log (in gateway/requests.jsonl) and of the cache")
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+
+
+def checked(schema: Any, content: Any, place: str) -> Any:
+    """An instance of a dataclass of knobs. place: what its keys begin with in messages, such as `limits.`. Raises
+    ConfigError for a key that is not known, or a value of another type or out of its range."""
+    if not isinstance(content, dict):
+        raise ConfigError(f"{place.rstrip('.') or 'gateway'}: a mapping of settings is needed, not {content!r}")
+    hints = get_type_hints(schema)
+    for key in content:
+        if key not in hints:
+            raise ConfigError(closest(f"{place}{key}", [f"{place}{one}" for one in hints] or ["none"], "key"))
+    made = schema(**{key: _value(hints[key], value, f"{place}{key}") for key, value in content.items()})
+    for name, option in knobs.options(schema).items():
+        if "." in name:  # checked with the mapping that it is in
+            continue
+        value, about = getattr(made, name), option.knob
+        if option.is_number and not knobs.admits(option, value):
+            raise ConfigError(f"{place}{name}={value}: allowed: {about.allowed()}")
+        for word in value if isinstance(value, list) else [value]:
+            if about.choices and word not in about.choices:
+                raise ConfigError(about.wrong_word(word, f"{place}{name}"))
+    return made
+
+
+def _value(kind: Any, value: Any, place: str) -> Any:
+    if is_dataclass(kind):
+        return checked(kind, value, f"{place}.")
+    if get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{place}={value!r}: a list is needed")
+        (inner,) = get_args(kind)
+        return [_value(inner, one, f"{place}.{index}") for index, one in enumerate(value)]
+    if get_origin(kind) is types.UnionType:
+        if value is None:
+            return None
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    wanted = dict if get_origin(kind) is dict else kind
+    if wanted is float and not isinstance(value, bool):
+        with suppress(TypeError, ValueError, OverflowError):
+            return float(value)  # 3, and 1e-3, which YAML takes for text
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        raise ConfigError(f"{place}={value!r}: {_WORDS.get(wanted, wanted.__name__)} is needed")
+    return value

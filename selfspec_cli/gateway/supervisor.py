@@ -1,7 +1,5 @@
 """Backends over time: started or adopted, found healthy, warmed up, looked at once a second, ended."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -15,18 +13,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from selfspec_cli import children, terminal
-from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import log_of, serve_command, without_v1
-from selfspec_cli.gateway.load import Counts, between, read
-from selfspec_cli.gateway.replica import Replica, State
+from selfspec_cli.gateway.replica import Counts, Replica, State, read
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import FEW
-from selfspec_cli.gateway.upstream import BackendFailed, Upstream, address, key_of, prepared
+from selfspec_cli.gateway.upstream import BackendFailed, Upstream
+from selfspec_cli.gateway.wire import loads
 
 POLL_SECONDS = 1.0  # between two looks at a vLLM server's /health and /metrics
 OTHERS_SECONDS = 10.0  # likewise at the models of any other backend
-ANSWER_SECONDS = 5.0
 UNLISTED = (400, 404, 405, 501)  # of HTTP: it has no /v1/models
 NO_LIST = (ValueError, LookupError, TypeError)  # of what is no list of models
 STOP_SECONDS = 20.0
@@ -50,18 +46,13 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        upstream: Upstream,
-        folder: Path,
-        looked: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = lambda text: None,
-        starts: bool = True,
+        self, upstream: Upstream, folder: Path, looked: Callable[[], None], say: Callable[[str], None], starts: bool
     ) -> None:
         self.replicas: list[Replica] = []
         self.upstream, self.folder = upstream, folder
         self.looked, self.say, self.starts = looked, say, starts
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.counts: dict[str, Counts] = {}
+        self._counts: dict[tuple[str, str], Counts] = {}  # of servers that were left, by name and address
         self._ended: set[str] = set()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._warming: dict[Replica, asyncio.Task[None]] = {}
@@ -74,27 +65,24 @@ class Supervisor:
         self.replicas = list(replicas)
         for replica in gone:
             replica.draining = True
+            self._counts[replica.name, replica.url] = replica.counts or {}
             self._tasks.pop(replica).cancel()
             if process := self.processes.pop(replica.name, None):
                 self._retired[process] = asyncio.ensure_future(self._retire(replica, process))
         new = [replica for replica in self.replicas if replica not in self._tasks]
         if self.starts:
             await asyncio.gather(*map(self._start, new))
-        hosts = {
-            one: urlsplit(one.url).hostname
-            for one in self.replicas
-            if BACKENDS[one.settings.kind].command is serve_command  # others may be anywhere
-        }
+        ours = [one for one in self.replicas if BACKENDS[one.settings.kind].command is serve_command]
+        hosts = {one: urlsplit(one.url).hostname for one in ours}  # others may be anywhere
         for replica, host in hosts.items():
             replica.neighbours = [one for one, other in hosts.items() if other == host and one is not replica]
         for replica in new:
+            replica.counts = self._counts.get((replica.name, replica.url))
             self._tasks[replica] = asyncio.ensure_future(self._look_on(replica))
 
     async def close(self) -> None:
         """End the servers that were started here; those that were adopted go on."""
-        for task in self._tasks.values():
-            task.cancel()
-        for task in self._retired.values():
+        for task in (*self._tasks.values(), *self._retired.values()):
             task.cancel()
         await self._end([*self.processes.values(), *self._retired])
 
@@ -114,10 +102,15 @@ class Supervisor:
         while time.monotonic() < until:
             if all(replica.state is State.up for replica in wanted):
                 return True
-            if any((process := self.processes.get(replica.name)) and process.poll() is not None for replica in wanted):
+            if any(map(self.ended, wanted)):
                 return False
             await asyncio.sleep(0.1)
         return False
+
+    def ended(self, replica: Replica) -> bool:
+        """Whether its server was started here, and is gone."""
+        process = self.processes.get(replica.name)
+        return process is not None and process.poll() is not None
 
     async def _start(self, replica: Replica) -> None:
         kind, settings = BACKENDS[replica.settings.kind], replica.settings
@@ -145,26 +138,19 @@ class Supervisor:
                 self.looked()
             except Exception as error:  # what one backend answers must not end the looks at it
                 self.say(f"{replica.name}: {type(error).__name__}: {error}")
-            self._say_once_if_ended(replica)
+            if self.ended(replica) and replica.name not in self._ended:  # which is said once
+                self._ended.add(replica.name)
+                log, code = log_of(replica.settings, self.folder), self.processes[replica.name].returncode
+                end = "".join(terminal.last_lines(log, 1)).strip() or "nothing"
+                self.say(f"{replica.name}: its server ended with exit code {code}; its log {log} ends with: {end}")
             await asyncio.sleep(POLL_SECONDS if replica.vllm or replica.state is not State.up else OTHERS_SECONDS)
-
-    def _say_once_if_ended(self, replica: Replica) -> None:
-        process = self.processes.get(replica.name)
-        if process is None or process.poll() is None or replica.name in self._ended:
-            return
-        self._ended.add(replica.name)
-        log = log_of(replica.settings, self.folder)
-        end = "".join(terminal.last_lines(log, 1)).strip() or "nothing"
-        self.say(
-            f"{replica.name}: its server ended with exit code {process.returncode}; its log {log} ends with: {end}"
-        )
 
     async def look(self, replica: Replica) -> None:
         """Ask a backend how it is; a new one is warmed up before it takes requests."""
         was = replica.state
         try:
             if replica.vllm:
-                await self.upstream.get(f"{replica.url}/health", ANSWER_SECONDS, key_of(replica))
+                await self.upstream.get(replica, "/health")
             elif replica.state is State.up:
                 return await self._learn_models(replica)
             if replica.state in (State.starting, State.down):
@@ -194,12 +180,11 @@ class Supervisor:
         """The models that it serves; where it has no list of them, the one that is named."""
         named = replica.settings.model
         try:
-            raw = await self.upstream.get(address(replica.url, "/v1/models"), ANSWER_SECONDS, key_of(replica))
+            raw = await self.upstream.get(replica, "/v1/models")
         except BackendFailed as error:
-            if named is None or error.status not in UNLISTED:
+            if not named or error.status not in UNLISTED:
                 raise
-            return (named,)
-        return (named,) if named else tuple(str(entry["id"]) for entry in packed.loads(raw)["data"])
+        return (named,) if named else tuple(str(entry["id"]) for entry in loads(raw)["data"])
 
     async def _learn_models(self, replica: Replica) -> None:
         replica.models = await self._listed(replica)
@@ -215,11 +200,10 @@ class Supervisor:
             return
         if ahead:
             await asyncio.wait(ahead, timeout=WARM_SECONDS)
-        words, times = itertools.count(), []
+        words, times = itertools.count(), []  # each word once, so that nothing is cached
         with suppress(Exception):  # a model for embeddings alone has no completions
             for count, learnt in ((1, False), *((1, True),) * FEW, (WARM_TOGETHER, False), (WARM_TOGETHER, True)):
-                asked = [[str(next(words)) for _ in range(WARM_WORDS)] for _ in range(count)]  # none is cached
-                prompts = list(map(" ".join, asked))
+                prompts = [" ".join(str(next(words)) for _ in range(WARM_WORDS)) for _ in range(count)]
                 found = await asyncio.gather(*(self._timed(replica, prompt) for prompt in prompts))
                 times += [(count, len(prompts[0]) / 4, *both) for both in found if learnt]
                 if count == 1 and (not learnt or replica.load.drafts):
@@ -234,9 +218,8 @@ class Supervisor:
         body = {"model": replica.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "prompt": prompt}
         began = first = last = time.monotonic()
-        sent = await prepared(self.upstream, replica, "/v1/completions", body)
         limit = self.upstream.limits.first_byte_seconds
-        async with asyncio.timeout(limit), self.upstream.post(replica, "/v1/completions", sent, {}) as response:
+        async with asyncio.timeout(limit), self.upstream.post(replica, "/v1/completions", body, {}) as response:
             while await self.upstream.part(response, limit):
                 last = time.monotonic()
                 first = last if first == began else first
@@ -244,12 +227,7 @@ class Supervisor:
 
     async def _read_metrics(self, replica: Replica) -> None:
         before = replica.look()
-        text = (await self.upstream.get(f"{replica.url}/metrics", ANSWER_SECONDS, key_of(replica))).decode(
-            errors="replace"
-        )
-        counts = read(text)
-        replica.looked(before, between(self.counts.get(replica.name), counts, replica.load))
-        self.counts[replica.name] = counts
+        replica.looked(before, read((await self.upstream.get(replica, "/metrics")).decode(errors="replace")))
 
 
 def _free_port() -> int:

@@ -1,7 +1,5 @@
 """What the gateway counts, for Prometheus at /metrics, and spans for OpenTelemetry where a collector is configured."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,8 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.request import Outcome
 from selfspec_cli.record.gateway_log import Gain
 
 COLLECTOR = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -62,7 +60,6 @@ class Telemetry:
         self.gain = gauge("gain", "plain over routed: seconds or money a token", labels)
 
     def ended(self, out: Outcome) -> None:
-        """Count one request."""
         route = out.route or "none"
         self.requests.labels(route, out.reason or "none", out.request.kind, str(out.status)).inc()
         self.cache.labels(out.cache).inc()
@@ -91,7 +88,6 @@ class Telemetry:
             self.lost.inc(out.lost)
 
     def gains(self, found: Sequence[Gain]) -> None:
-        """What the ledger says."""
         for one in found:
             for bound, value in (("gain", one.gain), ("low", one.low), ("high", one.high)):
                 if value is not None:
@@ -150,6 +146,5 @@ class Tracing:
             self._propagator.inject(headers)
 
     def close(self) -> None:
-        """Send what is left."""
         if self._provider is not None:
             self._provider.shutdown()

@@ -10,8 +10,6 @@ through what was measured: the time between two events of answers under way, and
 step will take.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,6 @@ class Line:
         return float(np.maximum(0.0, self.weights) @ x)
 
     def learn(self, x: Sequence[float], y: float) -> None:
-        """One pair that was measured."""
         moved = self._spread @ x
         gain_below = FORGET + moved @ x
         self.weights += moved / gain_below * (y - self.weights @ x)

@@ -1,7 +1,5 @@
 """Asking a backend: one HTTP client for all, and what counts as a failure of the backend's."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -16,21 +14,19 @@ from urllib.parse import urlsplit
 import aiohttp
 from yarl import URL
 
-from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import without_v1
-from selfspec_cli.gateway.errors import bad_request, unavailable
-from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import RESPONSES, Request
 from selfspec_cli.gateway.settings import LimitSettings
+from selfspec_cli.gateway.wire import BrokenStream, bad_request, dumps, unavailable
 
 OWN_FAULT = (401, 403, 407)
 """The gateway's key for that backend is wrong: no client sees the error, another backend is asked."""
 PASSED_ON = (429, 500, 502, 503, 504)
 """What a client may get as it is; anything else that is no answer is 502."""
 LONGEST_BACKOFF = 60.0  # seconds of a Retry-After that is honoured
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS, LOOK_SECONDS = 5.0, 5.0
 KEPT_SECONDS = 30.0  # for which a connection that nobody uses is kept
 ERROR_BYTES, ANSWER_BYTES = 1 << 20, 1 << 28  # that are read of an error, and of an answer in one piece
 OWN_HEADERS = {"accept-encoding": "identity", "content-type": "application/json"}
@@ -47,10 +43,8 @@ class Cause(StrEnum):
 
 
 class BackendFailed(Exception):
-    """A backend gave no answer: it was not reached, took too long, or answered with an error of its own.
-
-    retry_after: seconds for which it asks to be left alone.
-    """
+    """A backend gave no answer: it was not reached, took too long, or answered with an error of its own. retry_after:
+    seconds for which it asks to be left alone."""
 
     def __init__(self, message: str, status: int = 502, cause: Cause = Cause.shared, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -87,13 +81,13 @@ class Upstream:
         return self._sessions[method]
 
     async def close(self) -> None:
-        """Close every connection that is kept."""
         for session in self._sessions.values():
             await session.close()
 
-    async def get(self, url: str, seconds: float, headers: Mapping[str, str]) -> bytes:
+    async def get(self, replica: Replica, path: str, seconds: float = LOOK_SECONDS) -> bytes:
         """The body of a page; raises BackendFailed."""
-        async with self._asked("GET", url, headers, None, seconds) as response:
+        url = address(replica.url, path)
+        async with self._asked("GET", url, key_of(replica), None, seconds) as response:
             if response.status != 200:
                 raise BackendFailed(f"HTTP {response.status}", response.status)
             try:
@@ -111,14 +105,15 @@ class Upstream:
         base: str | None = None,
         seconds: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer whose head has come and says 200. base: of another address than the backend's own. seconds: until
-        then; None takes limits.first_byte_seconds.
-
-        Raises:
-            BackendFailed: no answer, or an error of the backend's. Refused: HTTP 4xx.
+        """An answer whose head has come and says 200, once what this kind of backend does beforehand is done (`split`
+        lets another server prefill). base: an address in place of the backend's own, where nothing is done beforehand.
+        seconds: until the head; None takes limits.first_byte_seconds. Raises BackendFailed, and Refused for HTTP 4xx.
         """
+        before = BACKENDS[replica.settings.kind].before
+        if base is None and before is not None:
+            body = await before(self, replica, path, body)
         try:
-            raw = packed.dumps(body)
+            raw = dumps(body)
         except ValueError as error:
             raise bad_request(f"the body cannot be handed on: {error}") from error
         seconds = self.limits.first_byte_seconds if seconds is None else seconds
@@ -184,11 +179,8 @@ class Upstream:
         raise BackendFailed(f"HTTP {status}", status if status in PASSED_ON else 502, cause, _seconds(later))
 
     async def part(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
-        """The next bytes of an answer, empty at its end.
-
-        Raises:
-            BrokenStream: it breaks off, or nothing comes for so many seconds.
-        """
+        """The next bytes of an answer, empty at its end. Raises BrokenStream where it breaks off, or nothing comes for
+        so many seconds."""
         try:
             async with asyncio.timeout(seconds):
                 return await response.content.readany()
@@ -239,12 +231,6 @@ def key_of(replica: Replica) -> dict[str, str]:
         return {}
     azure = {"api-key": os.environ[name]} if "api-version=" in replica.url else {}
     return {"Authorization": f"Bearer {os.environ[name]}", **azure}
-
-
-async def prepared(upstream: Upstream, replica: Replica, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body once what its kind of backend does beforehand is done (`split` lets another server prefill)."""
-    before = BACKENDS[replica.settings.kind].before
-    return body if before is None else await before(upstream, replica, path, body)
 
 
 def outgoing(

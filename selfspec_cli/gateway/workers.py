@@ -9,8 +9,6 @@ by files. Each worker has queues, breakers, predictions and calls that equal req
 `at_once` of all and of each backend.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -26,10 +24,9 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import server
-from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.server import DRAIN_SECONDS, Say
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.settings import GatewaySettings, checked
 from selfspec_cli.gateway.telemetry import FILES
 
 AGAIN_SECONDS = 0.5  # after which a worker that has ended is started anew
@@ -72,7 +69,6 @@ class Crew:
         self.ending = asyncio.Event()
 
     def tell(self, *processes: asyncio.subprocess.Process) -> None:
-        """Send workers what they have to know."""
         line = json.dumps({"settings": self.settings, "drained": sorted(self.drained)}).encode() + b"\n"
         for process in processes:
             process.stdin.write(line)  # type: ignore[union-attr]
@@ -114,7 +110,6 @@ class Crew:
                 self.say(f"{message['said']}, {self.count} workers")
 
     async def end(self) -> None:
-        """Let all workers end their requests, and wait for them."""
         self.ending.set()
         for process in self.processes.values():
             process.stdin.close()  # type: ignore[union-attr]

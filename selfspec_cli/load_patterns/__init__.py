@@ -4,8 +4,6 @@
 patterns by entry points of the group "selfspec.load_patterns". Loads that agree in `COLUMNS` can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,11 +76,9 @@ def label(row: Any) -> str:
 
 
 def comparable(row: Any, *, without: tuple[str, ...] = ()) -> tuple[Any, ...]:
-    """Return the values in which two loads must agree to be compared.
-
-    row: has `COLUMNS`, as attributes or as a mapping. without: columns that an axis of a figure shows. A rate that
-    follows from a share of the baseline's saturation is left out.
-    """
+    """Return the values in which two loads must agree to be compared. row: has `COLUMNS`, as attributes or as a
+    mapping. without: columns that an axis of a figure shows. A rate that follows from a share of saturation is left
+    out."""
     get = row.get if isinstance(row, Mapping) else lambda name: getattr(row, name)
     left_out = {*without, *(["rate"] if get("load_share") is not None else [])}
     return tuple(get(name) for name in COLUMNS if name not in left_out)

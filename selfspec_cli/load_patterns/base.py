@@ -1,7 +1,5 @@
 """The base class of load patterns. A pattern describes requests in plain values; it runs in no server and no client."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any

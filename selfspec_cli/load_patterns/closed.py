@@ -1,7 +1,5 @@
 """A closed loop: each client asks again when its request has ended."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +33,6 @@ class Closed(LoadPattern):
         return load.clients is not None
 
     def problem(self, load: Any) -> str | None:
-        """Require a request for each client."""
         if load.requests is not None and load.requests < load.clients and load.share is None:
             return (
                 f"load.requests={load.requests} with load.clients={load.clients}: fewer requests than clients; use "
@@ -47,7 +44,6 @@ class Closed(LoadPattern):
         return {"arrivals": self.name, "clients": load.clients}
 
     def label(self, row: Any) -> str:
-        """Return the load in words: 8 clients."""
         return f"{row.clients} client{'s' if row.clients > 1 else ''}"
 
 

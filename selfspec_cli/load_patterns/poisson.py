@@ -1,7 +1,5 @@
 """An open loop: requests or bursts of them arrive as a Poisson process, whether or not others have ended."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +9,7 @@ from typing import Any
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.load_patterns.base import LoadPattern
 
-BURSTY = "bursty"
-"""What rows call arrivals of several requests at a time."""
+BURSTY = "bursty"  # what rows call arrivals of several requests at a time
 
 
 @dataclass
@@ -59,8 +56,6 @@ def moments(rate: float, seed: int, burst: int, requests: int | None, seconds: f
 
 
 class Poisson(LoadPattern):
-    """One request at a time, or `burst` of them."""
-
     name = "poisson"
     help = "requests, or bursts of load.burst of them, arrive at random moments, load.rate requests a second on average"
     settings = PoissonSettings
@@ -69,11 +64,9 @@ class Poisson(LoadPattern):
     in_every_key = True
 
     def asked(self, load: Any) -> bool:
-        """Whether a rate is given, or a share of the baseline's, or a burst in a load test."""
         return load.rate is not None or load.share is not None or (load.burst > 1 and load.clients is not None)
 
     def problem(self, load: Any) -> str | None:
-        """Require one rate, or clients, and not both."""
         if load.rate is None and load.share is None:
             return (
                 f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
@@ -88,8 +81,7 @@ class Poisson(LoadPattern):
         return None
 
     def arrivals(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> list[float]:
-        """Return the arrivals at `load.rate`, into which a share has been turned before."""
-        return moments(load.rate, seed, load.burst, requests, seconds)
+        return moments(load.rate, seed, load.burst, requests, seconds)  # a share has been turned into a rate before
 
     def values(self, load: Any) -> dict[str, Any]:
         return {
@@ -103,7 +95,6 @@ class Poisson(LoadPattern):
         return row.arrivals in (self.name, BURSTY)
 
     def label(self, row: Any) -> str:
-        """Return the load in words: 3.2 requests/s (60% of the baseline's saturation)."""
         rate = f"{row.rate:.3g} requests/s" if row.rate is not None else ""
         share = f"{row.load_share:.0%} of the baseline's saturation" if row.load_share is not None else ""
         words = f"{rate} ({share})" if rate and share else rate or share

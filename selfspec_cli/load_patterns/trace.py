@@ -5,8 +5,6 @@ Mooncake (kvcache-ai/Mooncake, FAST25-release/traces): `timestamp` in ms, `input
 `Timestamp` in s, `Request tokens`, `Response tokens`, and others that are not used.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator
@@ -109,15 +107,12 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Trace(LoadPattern):
-    """The requests of a trace, at its times or at its times by one factor."""
-
     name = "trace"
     help = "requests arrive when a trace says so (workload=trace); load.rate makes it faster or slower"
     settings = TraceSettings
     rank = 3
 
     def asked(self, load: Any) -> bool:
-        """Whether the workload is a trace, and no closed loop is asked for."""
         return load.trace is not None and load.clients is None
 
     def problem(self, load: Any) -> str | None:
@@ -130,14 +125,12 @@ class Trace(LoadPattern):
         )
 
     def arrivals(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> list[float]:
-        """Return the times of `asked_requests`; no part of them is random."""
         return [request.at for request in asked_requests(load)]
 
     def values(self, load: Any) -> dict[str, Any]:
         return {"arrivals": f"{self.name} {Path(load.trace).name}", "rate": load.rate}
 
     def label(self, row: Any) -> str:
-        """Return the file's name, and the mean rate where it is known."""
         return str(row.arrivals) + (f" ({row.rate:.3g} requests/s)" if row.rate is not None else "")
 
 

@@ -196,7 +196,7 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     return replace(record, predicted=predicted, efficiency=record.speedup / predicted)
 
 
-SEARCHED = "slo"  # what `Point.engine` holds of a search for the greatest load that keeps limits (stages/slo.py)
+SEARCHED = "slo"  # what `Point.engine` holds of a search for the greatest load that keeps limits (stages/load.py)
 
 
 def searched(point: Point, row: Record) -> str | None:

@@ -11,7 +11,7 @@ from selfspec_cli.record import archive, folder, quality, tables
 from selfspec_cli.record.columns import AcceptRow, Record, chosen
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
-from selfspec_cli.stages.check.verdict import history
+from selfspec_cli.stages.check import history
 
 MOST_NAMED = 12  # other results of an archive without points
 

@@ -1,1 +1,1 @@
-"""One verb a file: each takes configs (and an engine) and returns rows."""
+"""Verbs: each takes configs (and an engine) and returns rows."""

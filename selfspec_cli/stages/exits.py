@@ -4,8 +4,6 @@ An exit is a layer with its head, its draft vocabulary and whatever else decides
 length: a log of long ungated drafts tells what every gate and every shorter draft would do.
 """
 
-from __future__ import annotations
-
 import hashlib
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,8 +52,8 @@ def name_of(cfg: RunConfig) -> str:
 
 
 def exit_name(cfg: RunConfig) -> str:
-    """Return the part of a file's name after the exit layer: the head, and every draft option that is not the default.
-    A path is a digest of itself, and a vocabulary list a digest of its contents."""
+    """The head and every draft option that is not the default, as a part of a file's name. A path is a digest of
+    itself, and a vocabulary list a digest of its contents."""
     parts = [head_spec(cfg.head, cfg.layer).name]
     if cfg.head.path is not None:
         parts.append(_digest_of_path(cfg.head.path))
@@ -86,8 +84,7 @@ def _digest(content: bytes) -> str:
 
 
 def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
-    """The exits that `cfgs` name, each once: configs that differ in gate, threshold or draft length name one exit.
-    longest: tokens a draft, at most, in every one of them."""
+    """The exits that `cfgs` name, each once, whatever their gates and lengths. longest: tokens a draft, at most."""
     exits: dict[str, RunConfig] = {}
     for cfg in cfgs:
         bare = replace(cfg, k=longest, gate=GateConfig(), threshold=None, method=Method.layer_skip)
@@ -97,8 +94,8 @@ def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
 
 def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
     """Exit layers where the user names none: the model's own choice, the default, and the layers divided by `parts`. Of
-    copies all layers come first, and with layers to skip they come alone. Raises ConfigError: nothing here says how
-    many layers the model has, nor which exit it has measured best."""
+    copies all layers come first, and with layers to skip alone. Raises ConfigError: the number of layers is not
+    known."""
     layers, wanted = model_facts(cfg).layers, {own_drafts(cfg.model)[0]}
     if layers:
         wanted |= {DraftView().default_layer(layers), *(max(layers // part, 1) for part in parts)}
@@ -146,8 +143,7 @@ def survey(cfg: RunConfig, open_engine: OpenEngine, prompts: int, progress: Prog
 
 
 def record(engine: Engine, cfg: RunConfig, progress: Progress = ignore) -> DraftLog:
-    """Draft without a gate and log it, a batch of the workload's requests after the other. Raises ConfigError: nothing
-    was drafted."""
+    """Draft without a gate and log it, batch by batch. Raises ConfigError: nothing was drafted."""
     work, prompts = cfg.workload, workload_prompts(cfg, engine)
     measure.apply(engine, Setting("none", None, int(cfg.k or 0)))
     with engine.recording() as read:
@@ -186,8 +182,7 @@ def level(exits: Sequence[Exit]) -> list[Exit]:
 
 
 def draft_key(cfg: RunConfig) -> str:
-    """Names what an exit drafts: another for every setting that matters, and for a head or a vocabulary whose file
-    holds something else now."""
+    """Names what an exit drafts: another for every setting, head file or vocabulary file that matters."""
     held = digests(cfg)
     text = f"{engine_key(cfg)} {held.get('head')} {held.get('vocab')}"
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]

@@ -1,9 +1,12 @@
-"""Fit exit heads for one model: stream text through it, solve in closed form, test, save.
+"""Fit exit heads, and copies of the weights, for one model.
 
-The ridge is chosen on other windows of the text that is fitted, and the agreement reported is measured on text held
-out from it. One pass serves all layers and heads.
+Heads: text is streamed through the model, and one pass serves all layers and heads, which are solved in closed form.
+The ridge is chosen on other windows of the text that is fitted, and the agreement reported is measured on text held out
+from it. Copies: one eager engine generates answers to prompts of the workload's kind, other ones than those that are
+measured; what each linear layer sees meanwhile decides how its weight is rounded (GPTQ's method).
 """
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +17,14 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.facts import model_facts, needed
 from selfspec_cli.config.model_files import draft_vocabulary, head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.equations import FitError
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.engine.live import Engine, OpenEngine, open_engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.texts import corpora
 from selfspec_cli.texts.corpora import Corpus
+from selfspec_cli.texts.prompts import workload_prompts
 
 WINDOW = 512  # tokens a prompt
 CHUNK = 16  # prompts handed over at once; the progress bar's step
@@ -30,15 +35,13 @@ GPU_CACHE = 2**31  # bytes of KV cache on a GPU: what fitting needs beside it gr
 @dataclass(frozen=True)
 class Request:
     """What to fit. heads: short names (`HeadSpec`), the lens among them only to be compared. pairs: (hidden state,
-    target). ridge: relative; None is chosen. vocabularies: as `RunConfig.vocab`, besides the full one. corpus: see
-    corpora.py.
-    """
+    target). ridge: relative; None is chosen. vocabularies: as `RunConfig.vocab`, besides the full one."""
 
-    layers: tuple[int, ...]
-    heads: tuple[str, ...] = ("lens", "lsq")
+    layers: Sequence[int]
+    heads: Sequence[str] = ("lens", "lsq")
     pairs: int = 50_000
     ridge: float | None = None
-    vocabularies: tuple[str, ...] = ()
+    vocabularies: Sequence[str] = ()
     corpus: str = "stdlib"
 
 
@@ -52,19 +55,10 @@ class FitResult:
 
 
 def run(
-    cfg: RunConfig,
-    *,
-    layers: Sequence[int],
-    pairs: int = 50_000,
-    heads: Sequence[str] = ("lens", "lsq"),
-    open_engine: OpenEngine = open_engine,
-    progress: Progress = ignore,
-    **more: Any,
+    cfg: RunConfig, request: Request, *, open_engine: OpenEngine = open_engine, progress: Progress = ignore
 ) -> FitResult:
-    """Fit `heads` at `layers` on `pairs` pairs, on an engine of its own. more: further fields of `Request`. Raises
-    ConfigError: a layer outside 1..L-1, fewer than one pair, a corpus that cannot be had; SettingsError, FitError: a
-    head that there is not, or data that no fit can use."""
-    request = Request(tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(heads)), pairs, **more)
+    """Fit heads on an engine of its own. Raises ConfigError, SettingsError, FitError: what is asked for is not there,
+    or no fit can use the data."""
     check(cfg, request)
     corpus = corpora.load(request.corpus)
     start = time.perf_counter()
@@ -90,7 +84,6 @@ def save_as_pt(cfg: RunConfig, fitted: FitResult) -> list[Path]:
 
 
 def _warnings(engine: Engine, request: Request) -> list[str]:
-    """Why heads of this fit may draft worse than they could."""
     fits = any(HeadSpec.from_name(name).target is not None for name in request.heads)
     if request.corpus != "stdlib" or not fits or not engine.has_template:
         return []
@@ -195,3 +188,80 @@ def _stream(engine: Engine, mode: str, corpus: Corpus, part: str, pairs: int, se
         if done >= pairs:
             return
     raise ConfigError(f"corpus={corpus.name}: the text gave only {done} of {pairs} pairs")
+
+
+@dataclass
+class Fitted:
+    """path: of the file. tokens: looked at. errors: by layer, the share of the product's mean square that is lost by
+    rounding to nearest and by rounding with the data. seconds: until it was written."""
+
+    path: str
+    kind: str
+    tokens: int
+    errors: dict[str, dict[str, float]]
+    seconds: float
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """The median over the layers of each error."""
+        names = ("nearest", "fitted")
+        found = {name: [error[name] for error in self.errors.values() if name in error] for name in names}
+        return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+def check_weights(cfgs: Sequence[RunConfig], out: Path | None = None) -> None:
+    """Refuse what cannot be fitted, before an engine starts; raises ConfigError."""
+    for cfg in cfgs:
+        if not DRAFT_WEIGHTS[cfg.draft_weights].copies:
+            kinds = ", ".join(name for name, kind in DRAFT_WEIGHTS.items() if kind.copies)
+            raise ConfigError(f"draft_weights={cfg.draft_weights}: name the kind of copies to make; allowed: {kinds}")
+        if cfg.draft_weights_path is not None:
+            raise ConfigError("draft_weights_path names a file to draft with; name the one to write by --out")
+        if (cfg.model, cfg.engine, cfg.workload) != (cfgs[0].model, cfgs[0].engine, cfgs[0].workload):
+            raise ConfigError("copies are fitted on one engine: name one model, one engine and one workload")
+    if out is not None and len(cfgs) > 1:
+        raise ConfigError(f"--out {out}: it names one file, and {len(cfgs)} are made; leave it out, or name one kind")
+
+
+def path_for(cfg: RunConfig) -> Path:
+    """Where the file goes that nobody named: beside the model's heads."""
+    return head_folder(cfg) / f"weights-{cfg.draft_weights}.safetensors"
+
+
+def run_weights(
+    cfgs: Sequence[RunConfig],
+    *,
+    open_engine: OpenEngine,
+    prompts: int,
+    out: Path | None = None,
+    progress: Progress = ignore,
+) -> list[Fitted]:
+    """Fit copies of the kind of each of `cfgs` on `prompts` answers of the model, which are looked at once. out: the
+    file, where one is made. Raises ConfigError, SettingsError: there can be no such copies, or no prompts."""
+    check_weights(cfgs, out)
+    cfg, start = cfgs[0], time.perf_counter()
+    work = cfg.workload
+    plain = replace(
+        cfg,
+        method=Method.baseline,
+        draft_weights="shared",
+        seed=cfg.seed + 1,
+        engine=replace(cfg.engine, enforce_eager=True),
+        workload=replace(work, num_prompts=prompts),
+    )
+    about = {"prompts": work.prompts, "temperature": work.temperature, "versions": machine.versions()}
+    made: list[Fitted] = []
+    with open_engine(plain) as engine:
+        engine.call("early_exit_observe")
+        asked = workload_prompts(plain, engine)
+        batch = min(prompts, cfg.engine.max_num_seqs)
+        progress("answers, then files", 0, 1 + len(cfgs))
+        engine.generate(asked, work.output_len, batch=batch, temperature=work.temperature, seed=plain.seed)
+        progress("answers, then files", 1, 1 + len(cfgs))
+        for number, one in enumerate(cfgs, start=2):
+            kind, path = one.draft_weights, path_for(one) if out is None else out
+            report = engine.call("early_exit_fit_weights", str(path), kind, about)
+            seconds = time.perf_counter() - start
+            made.append(Fitted(str(path), kind, report["tokens"], report["layers"], seconds))
+            progress("answers, then files", number, 1 + len(cfgs))
+    return made

@@ -4,8 +4,6 @@ The limits keep a wrong answer from taking the machine's time, memory or disk. T
 user's rights, files to read and network.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import signal

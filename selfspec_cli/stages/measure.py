@@ -1,31 +1,41 @@
-"""The measuring loop: one arm, or several settings of one live engine, plain decoding among them.
+"""The measuring loop: one arm, or several settings of one live engine, plain decoding among them; and the bench, which
+measures one arm whole: speed, drafting, latencies, perplexity.
 
-Several alternate after every prompt chunk, a second or less each, so that whatever slows the machine slows all of them,
-and their ratios stay true.
+Several settings alternate after every prompt chunk, a second or less each, so that whatever slows the machine slows all
+of them, and their ratios stay true. Every repeat generates the same tokens from the same prompts.
 """
 
-from __future__ import annotations
-
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.config.schema import RunConfig
+from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, fit_costs
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.replay import Setting
+from selfspec_cli.engine import cores, requests
 from selfspec_cli.engine.live import Engine, Generation
+from selfspec_cli.engine.requests import Passage
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record.statistics import speedup_interval
-from selfspec_cli.texts.prompts import Turn
+from selfspec_cli.record import point
+from selfspec_cli.record.columns import disturbed
+from selfspec_cli.record.point import Measurement
+from selfspec_cli.record.quality import perplexity as of_scores
+from selfspec_cli.record.statistics import by_category, speedup_interval
+from selfspec_cli.stages import humaneval
+from selfspec_cli.texts import library
+from selfspec_cli.texts.prompts import Turn, workload_turns
 
 PLAIN = Setting("none", None, 0)  # no drafts at all
 AS_FOUND = Setting("as found", None, 0)  # leaves the engine as it was set up
-Repeat = list[Generation]
-"""What one arm generated in one repeat: a generation for each prompt chunk."""
+Repeat = list[Generation]  # what one arm generated in one repeat: a generation for each prompt chunk
 
 
 @dataclass
@@ -51,7 +61,7 @@ class Arm:
         """Token ids of the last repeat, one list a prompt."""
         return [output for part in self.repeats[-1] for output in part.outputs]
 
-    def to_dict(self, reference: Arm) -> dict[str, Any]:
+    def to_dict(self, reference: "Arm") -> dict[str, Any]:
         """As JSON, with the speed over `reference`, which took turns with this arm."""
         parts = [part for repeat in self.repeats for part in repeat]
         verified = VerifyCounts.total(part.verified for part in parts)
@@ -87,14 +97,10 @@ def run(
     another: Callable[[float], bool] | None = None,
     progress: Progress = ignore,
 ) -> list[Arm]:
-    """Run every setting over every prompt `repeats` times, after `warmup` times that are thrown away.
-
-    One arm has all prompts at once, `cfg.workload.batch` of them in flight. Several take turns chunk by chunk, a batch
-    each, and the order turns around from chunk to chunk. An interrupt ends it between two chunks, if not sooner.
-
-    settings: what each arm drafts by; AS_FOUND leaves the engine as it is. timed: called once, when warming up is over.
-    another: whether to go on after a repeat that is not the last one, given the seconds that it took.
-    """
+    """Run every setting over every prompt `repeats` times, after `warmup` times that are thrown away. One arm has all
+    prompts at once, `cfg.workload.batch` of them in flight; several take turns chunk by chunk, and the order turns
+    around from chunk to chunk. settings: what each arm drafts by; AS_FOUND leaves the engine as it is. timed: called
+    once, when warming up is over. another: whether to go on after a repeat, given the seconds that it took."""
     arms = [Arm(setting) for setting in settings]
     size = cfg.workload.batch if len(arms) > 1 else len(prompts)
     chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
@@ -161,3 +167,91 @@ def _typical(arm: Arm) -> Repeat:
 
 def _tokens(repeat: Sequence[Generation]) -> int:
     return sum(len(output) for part in repeat for output in part.outputs)
+
+
+WINDOW = 512  # tokens; long enough that most tokens have hundreds of tokens of context
+OWN_DISTRIBUTION = (Method.baseline, Method.skip)
+"""Methods whose predictions of a given text are their own. Prompt log-probabilities of an arm that drafts are the
+target's, drafts or none, so that its figure would be the baseline's whatever it generates."""
+
+
+def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execute: bool = False) -> Measurement:
+    """Warm up, time `cfg.repeats` repeats, score held-out text. execute: run the answers with their tests."""
+    began = time.perf_counter()
+    with suppress(OSError):  # let the peak of memory begin anew; some containers forbid it
+        Path("/proc/self/clear_refs").write_text("5")
+    start = [cores.now()]
+
+    def timed() -> None:
+        engine.call("early_exit_meter_start")
+        start.append(cores.now())
+        used = cores.shares(*start)
+        if disturbed(used.get("cpu_own"), used.get("cpu_others")):
+            progress.busy(used["cpu_others"])
+
+    requests, kinds = workload_turns(cfg, engine)
+    (arm,) = run(engine, cfg, requests, repeats=cfg.repeats, warmup=cfg.warmup, timed=timed, progress=progress)
+    used, repeats = cores.shares(start[-1], cores.now()), [part for (part,) in arm.repeats]
+    names = ("layer", "weights_mib", "draft_mib", "kv_blocks", "max_model_len")
+    facts: dict[str, Any] = {name: getattr(engine, name) for name in names}
+    facts |= engine.call("early_exit_meter_stop") | used
+    facts["step_bytes"] = engine.call("early_exit_step_bytes")
+    if kinds:
+        facts["categories"] = by_category(
+            [list(zip(kinds, part.requests, part.steps, strict=True)) for part in repeats]
+        )
+    if execute:
+        facts["pass_at_1"] = humaneval.scored(cfg, [engine.answer(output) for output in arm.outputs()])
+    outputs = point.output_digests(arm.outputs())
+    tells = cfg.workload.batch > 1 and not cfg.workload.temperature and cfg.model.load_format != "dummy"
+    if cfg.method is Method.baseline and tells:
+        facts[point.AS_ITSELF] = as_itself(engine, cfg, requests, outputs)
+    interrupts.check()
+    scored = perplexity(engine, cfg)
+    facts.setdefault("peak_mem_mib", peak_memory_mib())
+    return Measurement(
+        repeats=tuple(
+            point.Repeat(part.seconds, tuple(part.requests), part.verified, part.drafting) for part in repeats
+        ),
+        outputs=outputs,
+        engine=facts,
+        perplexity=scored,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
+    """exp of the mean negative log-likelihood over about `cfg.perplexity_tokens` held-out tokens; None where an arm has
+    none of its own, or it is not wanted. Every token but a window's first is predicted from all of its window before
+    it."""
+    tokens = cfg.perplexity_tokens
+    if not tokens or cfg.method not in OWN_DISTRIBUTION:
+        return None
+    # One token less than the model takes, because scoring a window asks the engine for one more.
+    length = min(WINDOW, engine.max_model_len - 1, tokens + 1)
+    count = max(1, tokens // (length - 1))
+    windows = library.token_windows(engine.encode, library.held_out_text(), length, count, cfg.seed)
+    scores = requests.score(engine, [Passage(window) for window in windows])
+    return of_scores([-one.log_likelihood for one in scores], [one.tokens for one in scores])
+
+
+def as_itself(engine: Engine, cfg: RunConfig, requests: Sequence[Turn], outputs: Sequence[str]) -> int:
+    """Ask everything once more, the last question first: the control for how many of an arm's outputs are the
+    baseline's. Return how many are as before. outputs: as digests."""
+    first = [place for place, request in enumerate(requests) if not callable(request)]
+    questions = [range(begin, end) for begin, end in pairwise([*first, len(requests)])]
+    order = [place for question in reversed(questions) for place in question]
+    work = cfg.workload
+    again = engine.generate([requests[place] for place in order], work.output_len, batch=work.batch, seed=cfg.seed)
+    digests = point.output_digests(again.outputs)
+    return sum(outputs[place] == digest for place, digest in zip(order, digests, strict=True))
+
+
+def peak_memory_mib() -> float | None:
+    """Peak resident memory (MiB) of this process since the last reset; None where /proc does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(peaks[0]) / 1024 if peaks else None

@@ -20,8 +20,7 @@ from selfspec_cli.record.point import Point
 COMPARABLE = ("model", "workload", "batch", "input_len", "output_len", "repeats")
 """Points that agree in these, in what a load test asks and in the device take about as long."""
 
-NOT_SHOWN = ("workload", "seed", "repeats")
-"""Columns that neither a row's label nor its table's title shows."""
+NOT_SHOWN = ("workload", "seed", "repeats")  # columns that neither a row's label nor its table's title shows
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,8 @@ class Family:
 
 @dataclass
 class Plan:
-    """What a sweep will do.
-
-    skipped: points that an earlier run finished. reused: by key, the baselines of earlier commands that are taken as
-    they are. seconds: how long it may take, by comparable points of the folder; None where it has none.
-    """
+    """What a sweep will do. skipped: points that an earlier run finished. reused: by key, baselines of earlier
+    commands. seconds: how long it may take, by comparable points of the folder; None where it has none."""
 
     families: list[Family]
     skipped: list[Planned] = field(default_factory=list)
@@ -85,15 +81,10 @@ def plan(
     reuse_baseline: bool = False,
     retry_failed: bool = False,
 ) -> Plan:
-    """Group points by the engine they can share. Points that are left are compared with a baseline that is measured
-    again, unless `reuse_baseline`.
-
-    Args:
-        known: points of the folder. Those that are measured are skipped; comparable ones say how long others may take.
-        again: measure finished points too.
-        reuse_baseline: take the newest measured baseline with the right key, where there is one.
-        retry_failed: only points that an earlier command could not measure, and none has since.
-    """
+    """Group points by the engine they can share. known: points of the folder; those that are measured are skipped,
+    unless `again`, and comparable ones say how long others may take. reuse_baseline: take the newest measured baseline
+    with the right key, where there is one. retry_failed: only points that an earlier command could not measure, and
+    none has since."""
     keys = Keys()
     measured = {point.key: point for point in known if point.ok}
     failed = {point.key for point in known} - measured.keys()
@@ -130,8 +121,8 @@ def plan(
 
 
 def expected_seconds(engines: Sequence[Sequence[Planned]], known: Sequence[Point]) -> float | None:
-    """Seconds that points on these engines may take: for each the median of the comparable points that are known, and
-    for each engine the median of their engines' starts. None where a point has no comparable one."""
+    """Seconds that points on these engines may take, by medians of the comparable points that are known and of their
+    engines' starts. None where a point has no comparable one."""
     times: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for point in known:
         if point.ok and point.seconds is not None and point.start_seconds is not None:
@@ -153,8 +144,7 @@ def _comparable(arm: Mapping[str, Any], device: str) -> tuple[Any, ...]:
 
 
 def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
-    """By run key: the settings, as a user types them, in which a point differs from others of which a row would show
-    the same label and title; empty where there are none."""
+    """For points whose rows would look alike: the overrides that tell them apart, by run key; else empty."""
     alike: dict[tuple[Any, ...], list[Planned]] = defaultdict(list)
     for planned in points:
         shown = tables.identity(planned.cfg).items()

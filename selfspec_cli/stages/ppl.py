@@ -15,28 +15,25 @@ from selfspec_cli import interrupts
 from selfspec_cli.config import model_files
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.head_metadata import read_metadata
-from selfspec_cli.engine import scoring
+from selfspec_cli.engine import requests
 from selfspec_cli.engine.live import Engine, Generation, OpenEngine
-from selfspec_cli.engine.scoring import Passage
+from selfspec_cli.engine.requests import Passage
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality
 from selfspec_cli.record.quality import GREEDY, SAMPLED, Scores
 from selfspec_cli.stages import arms
 from selfspec_cli.stages.arms import Found
-from selfspec_cli.stages.bench import OWN_DISTRIBUTION
+from selfspec_cli.stages.measure import OWN_DISTRIBUTION
 from selfspec_cli.stages.plan import Planned, results_dir
 from selfspec_cli.texts import corpora, library
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to score.
-
-    documents, document_tokens: most documents of the corpus, and most tokens of each, from its beginning.
-    window, stride: `library.rolling`. prompts: continued, of prompt_tokens each, drawn from the documents; 0 for none.
-    length: tokens generated for each. temperature: of the sampled continuations. held_out: see `corpora.documents`.
-    """
+    """What to score. documents, document_tokens: at most, of the corpus and of each. window, stride: `library.rolling`.
+    prompts: continued, of prompt_tokens each, drawn from the documents; 0 for none. length: tokens generated for each.
+    temperature: of the sampled continuations. held_out: see `corpora.documents`."""
 
     corpus: str = "stdlib"
     documents: int = 1000
@@ -70,8 +67,8 @@ class Request:
 
 def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine, progress: Progress = ignore) -> Found:
     """Score the baseline of each model and engine, then every arm; each finding is on disk as soon as it is complete.
-    Raises ConfigError: a corpus that cannot be had, a results folder that cannot be written or is in use. The plain
-    model is started again to score what arms generated, which is lost if the command ends before that."""
+    The plain model starts again to score what arms generated. Raises ConfigError: no corpus, or no results folder to
+    write."""
     request.check()
     families = arms.families(cfgs)
     held_out = any(_fitted_on(planned.cfg, request.corpus) for family in families for planned in family)
@@ -85,7 +82,6 @@ def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine,
 
 
 def _fitted_on(cfg: RunConfig, corpus: str) -> bool:
-    """Whether a config decodes or drafts through a head that was fitted on this corpus."""
     if cfg.method not in ("skip", "layer_skip") or corpus in ("stdlib", "random") or cfg.layer is None:
         return False
     path = model_files.full_head(cfg, cfg.layer)
@@ -179,7 +175,7 @@ class _Family:
         ]
         passages = [Passage(self.ids[number][start:end], scored - start) for number, start, scored, end in places]
         scores = Scores([0.0] * len(self.ids), [0] * len(self.ids))
-        for (number, *_), passage in zip(places, scoring.score(engine, passages, self.progress), strict=True):
+        for (number, *_), passage in zip(places, requests.score(engine, passages, self.progress), strict=True):
             scores.nats[number] -= passage.log_likelihood
             scores.tokens[number] += passage.tokens
         return scores
@@ -194,15 +190,15 @@ class _Family:
         }
 
     def _score(self, engine: Engine, outputs: Sequence[list[int]], name: str | None = None) -> Scores:
-        """Continuations under a plain engine. name: of the way to sample, for which the baseline's scores are known;
-        an output that is the baseline's has its score."""
+        """Continuations under a plain engine. name: of the way to sample; outputs like the baseline's have its
+        score."""
         nats: dict[int, float] = {}
         if name is not None:
             theirs, scores = self.plain[name]
             nats = {at: scores.nats[at] for at, output in enumerate(outputs) if output == theirs.outputs[at]}
         fresh = [at for at in range(len(outputs)) if at not in nats]
         passages = [Passage([*self.prompts[at], *outputs[at]], len(self.prompts[at])) for at in fresh]
-        for at, score in zip(fresh, scoring.score(engine, passages, self.progress), strict=True):
+        for at, score in zip(fresh, requests.score(engine, passages, self.progress), strict=True):
             nats[at] = -score.log_likelihood
         return Scores([nats[at] for at in range(len(outputs))], [len(output) for output in outputs])
 

@@ -5,13 +5,10 @@ runs, the moment belongs to the scheduler or to detokenisation if the host is at
 other part, and is `idle` otherwise. On the CPU it is the innermost range that the host is in.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,8 +32,7 @@ PART_OF = {"logits": "verify", "sample": "sampler", "schedule": "scheduler"}
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
-Interval = tuple[float, float, str]
-"""Begin and end in microseconds, and a part."""
+Interval = tuple[float, float, str]  # begin and end in microseconds, and a part
 
 
 def run(
@@ -46,13 +42,9 @@ def run(
     tokens: int,
     progress: Progress = ignore,
 ) -> tuple[Profile, Path]:
-    """Warm up, generate once without the profiler and once with it; the profile, and its file. The trace is beside it.
-    The workload is that of `cfg`: its first `batch` prompts at once, and at most `tokens` output tokens of each.
-
-    Raises:
-        ConfigError: the results folder is in use, or cannot be written.
-        RecordError: the profile could not be written.
-    """
+    """Warm up, generate once without the profiler and once with it; the profile, and its file, with the trace beside
+    it. The first `batch` prompts of the workload run at once, with at most `tokens` output tokens each. Raises
+    ConfigError: the results folder is in use, or cannot be written; RecordError: the profile could not be written."""
     folder, work = Path(cfg.results_dir), cfg.workload
     with interrupts.deferred(), results.writing(folder):
         with open_engine(cfg) as engine, TemporaryDirectory(prefix="selfspec-") as scratch:
@@ -94,7 +86,7 @@ def run(
             kernels=kernels,
             trace=f"{keys.run(cfg)}-{name}.trace.json.gz",
             config=to_plain(cfg),
-            **vars(found),
+            **found,
             **machine.provenance(),
         )
         path = results.save_profile(folder, profile, trace)
@@ -102,20 +94,10 @@ def run(
     return profile, path
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """seconds: of each part, in the order of PARTS; those without any are left out. wall: of the run. rounds: full
-    passes. gpu: whether kernels of a GPU are what was counted."""
-
-    seconds: dict[str, float]
-    wall: float
-    rounds: int
-    gpu: bool
-
-
-def breakdown(trace: Iterable[Mapping[str, Any]]) -> Breakdown:
-    """Attribute the time of a recorded run, from the begin of its first range to the end of its last one. Raises
-    ValueError: there is no range of a full pass. trace: events in Chrome's format, times in microseconds."""
+def breakdown(trace: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Attribute the time of a recorded run, from the begin of its first range to the end of its last one: seconds of
+    each part, wall time, rounds, and whether kernels of a GPU were counted. Raises ValueError: there is no full
+    pass."""
     events = [event for event in trace if event.get("ph") == "X"]
     ranges = [
         (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))
@@ -135,7 +117,7 @@ def breakdown(trace: Iterable[Mapping[str, Any]]) -> Breakdown:
     for at, until, part in painted([(begin, end, "idle"), *host, *device]):
         seconds[part] += max(0.0, min(until, end) - max(at, begin)) / 1e6
     spent = {part: time for part, time in seconds.items() if time > 0}
-    return Breakdown(spent, (end - begin) / 1e6, rounds, bool(device))
+    return {"seconds": spent, "wall": (end - begin) / 1e6, "rounds": rounds, "gpu": bool(device)}
 
 
 def painted(intervals: Sequence[Interval]) -> list[Interval]:
@@ -155,12 +137,9 @@ def painted(intervals: Sequence[Interval]) -> list[Interval]:
 
 def _launched(events: Sequence[Mapping[str, Any]], host: Sequence[Interval]) -> list[Interval]:
     """Work of a GPU, an interval a launch with the part that the host was in; where streams overlap, `painted` shows
-    the launch that began first.
-
-    The kernels of a CUDA graph share their launch, and inside a graph nothing waits for the host: what seems idle there
-    is passes of a loop that the profiler does not see (on an H200 it sees the last one alone). A kernel whose launch it
-    does not know runs in such a loop, and belongs to the graph before it.
-    """
+    the launch that began first. The kernels of a CUDA graph share their launch. Inside a graph nothing waits for the
+    host: what seems idle there is passes of a loop of which the profiler sees the last alone (H200). A kernel whose
+    launch is not known runs in such a loop, and belongs to the graph before it."""
     begins = [begin for begin, _, _ in host]
     launches = {}
     for event in events:

@@ -24,11 +24,10 @@ from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest, nearest
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import ServerError, free_port, tail, wait_for
-from selfspec_cli.stages.launch import devices
+from selfspec_cli.stages.launch import work
 
 ROUTERS = ("vllm-router", "gateway")
-RESTARTS = 3
-"""Deaths of one replica after which it is left alone."""
+RESTARTS = 3  # deaths of one replica after which it is left alone
 STOP_SECONDS, LOOK_SECONDS = 60.0, 1.0
 HOST, PORT = "0.0.0.0", "8000"  # vLLM's own
 KEY = "VLLM_API_KEY"  # variable in which vLLM, and the gateway in front of it, find a server's key
@@ -81,12 +80,9 @@ def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
 def plan(
     made: Deployment, cfg: RunConfig, more: Sequence[str], count: int, router: str | None
 ) -> tuple[list[Program], Program]:
-    """The replicas, and what stands in front of them. Raises ConfigError: more replicas than GPUs, no such router, or
-    an option that replicas cannot have.
-
-    made: one replica, of the config `cfg`. more: options of vLLM's server; --host and --port are the front's. router:
-    vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed.
-    """
+    """The replicas of `made`, and what stands in front of them. Raises ConfigError: more replicas than GPUs, no such
+    router, or an option that replicas cannot have. more: options of vLLM's server; --host and --port are the front's.
+    router: vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed."""
     for name in (word.partition("=")[0] for word in more):
         if name.replace("_", "-") in OF_ONE_SERVER:
             raise ConfigError(
@@ -109,15 +105,13 @@ def plan(
 
 
 def _reached(host: str) -> str:
-    """The address at which a server that listens at `host` answers on this machine."""
     if host in ("", "0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
 
 
 def _address(more: Sequence[str]) -> tuple[list[str], str, str, list[str]]:
-    """vLLM's options without --host and --port, these two, and the keys that a server with these options answers to;
-    without any it answers to everybody."""
+    """vLLM's options without --host and --port, these two, and the keys that a server with these options answers to."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", nargs="?", default=HOST)
     parser.add_argument("--port", nargs="?", default=PORT)
@@ -130,7 +124,7 @@ def _address(more: Sequence[str]) -> tuple[list[str], str, str, list[str]]:
 def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
     """The variables that give each replica its own GPUs, or its share of the cores."""
     if device_of(cfg) == "cpu":
-        cores = devices.own_cores()
+        cores = work.own_cores()
         if count > len(cores):
             raise ConfigError(
                 f"replicas={count}: this machine has {len(cores)} processor cores; allowed: up to {len(cores)}"
@@ -143,15 +137,14 @@ def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
         raise ConfigError(
             f"replicas={count}: {needed} are needed, and {cards} can be seen; allowed: up to {cards // each}"
         )
-    names = devices.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), cards)
+    names = work.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), cards)
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[number * each :][:each])} for number in range(count)]
 
 
 def _front(
     urls: Sequence[str], router: str | None, host: str, port: str, keys: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command of a router over these addresses, and variables for it. keys: of the servers; the gateway asks by the
-    first of them, and wants one of its clients."""
+    """A router's command and variables. keys: of the servers; the gateway wants one of them of its clients."""
     if router is None:
         router = ROUTERS[0] if shutil.which(ROUTERS[0]) else "gateway"
     if router == "gateway":

@@ -98,10 +98,8 @@ def run(
     progress: Progress = ignore,
 ) -> RocResult:
     """Record and judge every exit of `cfgs` (they differ in layer, head or vocabulary), one engine each; write files.
-    Raises ConfigError: fewer than two prompts, or nothing was drafted.
-
-    longest: tokens a draft. prompts: requests recorded; half of them choose, half of them judge.
-    """
+    longest: tokens a draft. prompts: requests recorded; half of them choose, half of them judge. Raises ConfigError:
+    fewer than two prompts, or nothing was drafted."""
     if prompts < 2:
         raise ConfigError(f"prompts={prompts}: must be at least 2, one half chooses and the other judges")
     plan = exits.distinct(cfgs, longest)

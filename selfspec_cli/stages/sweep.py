@@ -17,7 +17,7 @@ from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare
 from selfspec_cli.record.tracking import Tracker
-from selfspec_cli.stages.launch import driver, submitit
+from selfspec_cli.stages.launch import driver
 from selfspec_cli.stages.plan import Family, Planned, plan, results_dir
 
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
@@ -110,22 +110,13 @@ def run(
     ends: float | None = None,
     run_id: str | None = None,
 ) -> SweepResult:
-    """Measure every point that is not finished; each is on disk as soon as it is measured.
-
-    A point that fails is written down with the reason, and the sweep goes on. After an interrupt the same command
-    measures the rest.
-
-    Args:
-        again, reuse_baseline, retry_failed: as `plan` takes them.
-        ends: no point is begun after this (seconds since 1970), and the result says how many are left.
-
-    Raises:
-        ConfigError: the results folder is in use, or cannot be written.
-        RecordError: a point could not be written.
-    """
+    """Measure every point that is not finished; each is on disk as soon as it is measured. A point that fails is
+    written down with the reason, and the sweep goes on. again, reuse_baseline, retry_failed: as `plan` takes them.
+    ends: no point is begun after this (seconds since 1970), and the result says how many are left. Raises ConfigError:
+    the results folder is in use, or cannot be written; RecordError: a point could not be written."""
     folder = Path(results_dir(cfgs))
     with interrupts.deferred(), results.writing(folder):
-        warnings = submitit.collect(folder)
+        warnings = driver.collect(folder)
         known = results.read(folder)[0]
         todo = plan(cfgs, known, again=again, reuse_baseline=reuse_baseline, retry_failed=retry_failed)
         progress.planned(todo)
@@ -154,8 +145,8 @@ def run_unit(
     keep: Callable[[Point], Any],
     ends: float | None,
 ) -> None:
-    """Measure configs and their baselines, and give each point to `keep` in place of a results folder. keys: by the key
-    that this machine gives a point, the one that it is recorded under. ends: as `run` takes it."""
+    """Measure configs and their baselines; `keep` takes each point. keys: by the key that this machine gives a point,
+    the one that it is recorded under. ends: as `run` takes it."""
 
     def renamed(one: Planned) -> Planned:
         return replace(one, key=keys.get(one.key, one.key), baseline=keys.get(one.baseline, one.baseline))
@@ -227,7 +218,6 @@ def _point(
     started: float | None,
     reason: str | None = None,
 ) -> Point:
-    """Everything that is known of a point, measured or failed."""
     cfg, run_id = planned.cfg, context.result.run_id
     comparison = None
     if measured is not None and not planned.is_baseline:

@@ -84,11 +84,9 @@ def run(
     progress: Progress = ignore,
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Choose among `cfgs`, which differ in exit layer or head, and write the file that `tuned=MODEL` reads; the choice,
-    and as JSON what it was chosen from. Raises ConfigError: nothing was drafted.
-
-    conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
-    they are fitted for a layer that looks promising.
-    """
+    and as JSON what it was chosen from. conf: the folder of choices to write to. model_words: the overrides that name
+    the model. heads: tried too, where they are fitted for a layer that looks promising. Raises ConfigError: nothing was
+    drafted."""
     first = cfgs[0]
     folder = Path(first.results_dir) / "tune" / f"{safe_name(first.model.name)}-{run_key(baseline_of(first))}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,11 +138,8 @@ def survey(
     earlier: Sequence[Exit] = (),
 ) -> tuple[list[Exit], list[RunConfig], list[str]]:
     """Log and time each exit once, in the order given, after those of `earlier`; also the exits for which there was no
-    time (half of it belongs to the race), and why others could not be had; the first of all must be.
-
-    Of one view apart from its depth, and one way to take tokens, no more are looked at once two in a row expect less
-    than the best before.
-    """
+    time (half of it belongs to the race), and why others could not be had; the first must be. Exits of one view and way
+    to take tokens are no more looked at once two in a row expect less than the best before."""
     surveyed: list[Exit] = list(earlier)
     worse: Counter[tuple[DraftView, str]] = Counter()
     late: list[RunConfig] = []
@@ -183,8 +178,7 @@ def promising(surveyed: Sequence[Exit]) -> list[Exit]:
 
 
 def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, progress: Progress = ignore) -> Exit:
-    """One exit with everything that the cost model expects of it, best first; its drafts and costs come from the file
-    if an earlier run left them there."""
+    """One exit with all outcomes expected of it, best first; from the file, if an earlier run left it there."""
     if file.is_file():
         exit_ = exits.load(cfg, file)
     else:
@@ -229,8 +223,8 @@ def _raced(
 
 
 def finalists_of(exit_: Exit) -> list[Setting]:
-    """What races at an exit: the best setting of each gate that is worth it, then the best of what is left; and the
-    longest drafts without a gate, which one would choose by hand, unless they are expected to be far behind."""
+    """The best setting of each gate that is worth it, then the best of what is left; and the longest drafts without a
+    gate, which one would choose by hand, unless they are expected to be far behind."""
     fastest = exit_.best.speedup
     best = {outcome.setting.gate: outcome for outcome in reversed(exit_.outcomes)}
     worthwhile = sorted(

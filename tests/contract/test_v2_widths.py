@@ -221,9 +221,15 @@ def test_a_step_between_two_others_of_its_batch_size_says_what_it_takes_and_with
     plan.read(decoded("abc", 0), 2.0)  # after a smaller batch
     plan.verdict(1)
     plan.read(decoded("ab", 4, prefill="c", new="c"), 3.0)
+    plan.in_force = 0
     plan.read(decoded("abc", 0), 3.25)
     plan.read(decoded("", 0, prefill="def", new="def"), 9.0)  # all others had ended, perhaps long ago
-    assert taken == [(2, 4, 0.5, 0, 2.5), (2, 0, 0.25, 0, 0.0), (3, 4, 1.0, 63, 1 / 3), (3, 0, 0.25, 0, 0.0)]
+    assert taken == [
+        (2, 4, 0.5, 0, 2.5, plan.widest),
+        (2, 0, 0.25, 0, 0.0, plan.widest),
+        (3, 4, 1.0, 63, 1 / 3, plan.widest),
+        (3, 0, 0.25, 0, 0.0, 0),
+    ]
     assert brought == [(2, 4, 2.5), (3, 4, 1.0)]
 
 

@@ -10,9 +10,8 @@ from typing import Any
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.engine import live
-from selfspec_cli.stages import bench
-from selfspec_cli.stages.check import file as check_file
-from selfspec_cli.stages.check import run as stage
+from selfspec_cli.stages import check as stage
+from selfspec_cli.stages import measure
 
 
 @dataclass
@@ -49,11 +48,11 @@ def checks(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Cal
         opener = Kept(stack)
 
         def run(fault: str | None = None, other: Path = path, first: int = 0) -> dict[str, Any]:
-            file = check_file.with_words(check_file.read(other), [*words, f"results_dir={results}"])
+            file = stage.with_words(stage.read(other), [*words, f"results_dir={results}"])
             file = replace(file, runs=1, cases=file.cases[first:])
             cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.cases]
             return stage.run(
-                file, cfgs, open_engine=opener, bench=bench.run, plant=fault, reuse_baseline=bool(opener.engines)
+                file, cfgs, open_engine=opener, bench=measure.bench, plant=fault, reuse_baseline=bool(opener.engines)
             )
 
         yield run

@@ -68,12 +68,7 @@ def fitted(expected: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
     (folder / "quarter.txt").write_text(" ".join(map(str, range(1, VOCAB, 4))))
     done = fit.run(
         config(path, folder),
-        layers=EXITS,
-        heads=NAMES,
-        pairs=PAIRS,
-        ridge=RIDGE,
-        corpus="random",
-        vocabularies=("full", str(folder / "quarter.txt")),
+        fit.Request(EXITS, NAMES, PAIRS, RIDGE, ("full", str(folder / "quarter.txt")), corpus="random"),
     )
     reports = {(r["layer"], r["head"], "full" if r["vocab"] == "full" else "quarter"): r for r in done.reports}
     assert len(reports) == len(done.reports) == len(EXITS) * len(NAMES) * 2
@@ -177,7 +172,7 @@ def test_rows_split_over_ranks_are_the_same_projection(fitted):
 def refused(path: Path, folder: Path, match: str, **request: Any) -> str:
     """A fit on this model is refused with such a message, which is returned, and leaves nothing behind."""
     with pytest.raises((FitError, SettingsError), match=match) as caught:
-        fit.run(config(path, folder), layers=(2,), corpus="random", **request)
+        fit.run(config(path, folder), fit.Request((2,), corpus="random", **request))
     assert not list(folder.rglob("*.safetensors*"))
     return str(caught.value)
 
@@ -206,7 +201,7 @@ def test_an_interrupted_fit_leaves_no_head(fitted, tmp_path, monkeypatch):
 
     monkeypatch.setattr("selfspec_cli.early_exit.artifact.os.replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        fit.run(config(fitted.path, tmp_path), layers=(2,), pairs=300, ridge=1.0, corpus="random")
+        fit.run(config(fitted.path, tmp_path), fit.Request((2,), pairs=300, ridge=1.0, corpus="random"))
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
@@ -270,7 +265,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_head_of_another_package_is_fitted_saved_and_drafts(toy, expected, tmp_path):
     want, names = expected("llama"), ("lens", "one_direction", "translator_r1")
     assert "one_direction" in examples()
-    done = fit.run(config(want.path, tmp_path), layers=EXITS[1:], heads=names, pairs=2000, ridge=1e-3, corpus="random")
+    done = fit.run(config(want.path, tmp_path), fit.Request(EXITS[1:], names, 2000, ridge=1e-3, corpus="random"))
     found = {report["head"]: report for report in done.reports}
     assert found["one_direction"]["agreement"] == pytest.approx(found["translator_r1"]["agreement"], abs=0.01)
     head = found["one_direction"]

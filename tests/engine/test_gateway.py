@@ -24,10 +24,6 @@ from selfspec_cli.engine.server import free_port
 pytestmark = pytest.mark.engine
 
 PROMPTS = ("def read_lines(path):\n", "class Stack:\n", "# grüße, 世界 🙂\nimport os\n", "for index in range(10):\n")
-EXAMPLE = (
-    '{"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": '
-    '{"shared_storage_path": "%s"}}'
-)
 
 
 @dataclass
@@ -43,27 +39,26 @@ class Both:
 
     def complete(self, prompt: str, tokens: int = 48, backend: str | None = None, **more: Any) -> Any:
         wishes = {"selfspec": {"backend": backend} if backend else {}, "ignore_eos": True}
-        return self.client.completions.create(
-            model="reference", prompt=prompt, max_tokens=tokens, temperature=0, extra_body=wishes, **more
-        )
+        asked = {"model": "reference", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "extra_body": wishes}
+        return self.client.completions.create(**{**asked, **more})
 
     def row(self, meant: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The newest row of the log that is meant, as soon as it is there."""
-        found: list[dict[str, Any]] = []
 
-        def is_there() -> bool:
+        def rows() -> list[dict[str, Any]]:
             whole = [line for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            found.extend(row for row in map(json.loads, whole) if meant(row))
-            return bool(found)
+            return [row for row in map(json.loads, whole) if meant(row)]
 
-        wait_for(is_there, "a row of the log")
-        return found[-1]
+        wait_for(lambda: bool(rows()), "a row of the log")
+        return rows()[-1]
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     folders = [tmp_path_factory.mktemp(name) for name in ("early", "plain", "gateway")]
-    storage = ["--kv-transfer-config", EXAMPLE % tmp_path_factory.mktemp("storage")]
+    store = {"shared_storage_path": str(tmp_path_factory.mktemp("storage"))}
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": store}
+    storage = ["--kv-transfer-config", json.dumps(connector)]
     with (
         served(folders[0], ["layer=3", "k=4", "gate=margin"], storage, **ENGINE_FORKED) as (process, early, _),
         served(folders[1], ["method=baseline"], storage, **ENGINE_FORKED) as (_, plain, _),
@@ -82,14 +77,8 @@ def gateway(folder: Path, early: str, plain: str) -> Iterator[str]:
         {"name": "early", "kind": "local", "url": early},
         {"name": "split", "kind": "split", "url": early, "prefill": plain, "weights": "split"},
     ]
-    settings = {
-        "port": port,
-        "results_dir": str(folder),
-        "ledger": {"plain_share": 0.0},
-        "log_text": True,
-        "backends": [{**one, "serves": ["reference"]} for one in backends],
-    }
-    file.write_text(json.dumps(settings))
+    settings = {"port": port, "results_dir": str(folder), "ledger": {"plain_share": 0.0}, "log_text": True}
+    file.write_text(json.dumps(settings | {"backends": [{**one, "serves": ["reference"]} for one in backends]}))
     url, log = f"http://127.0.0.1:{port}", folder / "gateway.log"
     with open(log, "wb") as out:
         process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", "gateway", str(file)], stdout=out, stderr=out)
@@ -113,23 +102,13 @@ def test_clients_get_the_models_own_text_from_every_backend(both):
 
 
 def test_what_clients_ask_for_comes_through(both):
-    answer = both.complete(
-        PROMPTS[0], tokens=4, backend="early", logprobs=2, stream=True, stream_options={"include_usage": True}
-    )
-    parts = list(answer)
+    usage = {"stream_options": {"include_usage": True}}
+    parts = list(both.complete(PROMPTS[0], 4, "early", logprobs=2, stream=True, **usage))
     assert sum(len(part.choices[0].logprobs.tokens) for part in parts if part.choices) == 4
     assert parts[-1].usage.completion_tokens == 4
-    several = both.client.completions.create(
-        model="reference", prompt="def ", max_tokens=8, n=3, seed=1, temperature=1.0
-    )
+    several = both.complete("def ", 8, n=3, seed=1, temperature=1.0)
     assert len({choice.text for choice in several.choices}) > 1
-    picked = both.client.completions.create(
-        model="reference",
-        prompt="def ",
-        max_tokens=8,
-        temperature=0,
-        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
-    )
+    picked = both.complete("def ", 8, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
     assert picked.choices[0].text in ("yes", "no")
     with pytest.raises(openai.BadRequestError) as refused:
         both.complete(PROMPTS[0], tokens=100_000)  # a prompt of one token ends an engine with the example connector

@@ -7,7 +7,7 @@ import pytest
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine.live import open_engine
 from selfspec_cli.record import folder, tables
-from selfspec_cli.stages import bench, sweep
+from selfspec_cli.stages import measure, sweep
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +39,7 @@ def test_ngram_and_a_draft_model_beside_early_exit_in_one_sweep(model_dir, tmp_p
         arm(method=Method.vllm, speculative=spec)
         for spec in (NGRAM, {"method": "draft_model", "model": path}, NGRAM | {"prompt_lookup_min": 9})
     ]
-    result = sweep.run(arms, open_engine=open_engine, bench=bench.run)
+    result = sweep.run(arms, open_engine=open_engine, bench=measure.bench)
     _, early, ngram, draft, wrong = result.rows
     for row in (early, ngram):
         assert row.accept_rate is not None and 0 < row.accept_rate < 1

@@ -17,13 +17,13 @@ from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead
 from selfspec_cli.engine.live import open_engine
-from selfspec_cli.stages.verify import arm, cases, plain, run, verdict
-from selfspec_cli.stages.verify.arm import Wanted
+from selfspec_cli.stages.verify import engines, greedy, run, verdict
+from selfspec_cli.stages.verify.engines import Wanted
 
 pytestmark = pytest.mark.engine
 
-SMALL = cases.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=192, sampled_tokens=8)
-LIVE = [kind for kind in verdict.KINDS if kind != arm.FOREIGN_HEAD]  # a head is loaded with its engine
+SMALL = greedy.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=192, sampled_tokens=8)
+LIVE = [kind for kind in verdict.KINDS if kind != engines.FOREIGN_HEAD]  # a head is loaded with its engine
 
 
 def config(path: Any, results: Any, *more: str, layer: int | None = LAYERS // 2):
@@ -47,13 +47,13 @@ def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
     asked |= {kind: run.telling(Wanted(SMALL), kind) for kind in LIVE}
     settings = run.engine_config(cfg, Wanted(SMALL))
     with open_engine(settings, worker_extension_cls=run.FAULTY_WORKER) as engine:
-        arms = {name: arm.perform(engine, settings, one, int(name == "again")) for name, one in asked.items()}
+        arms = {name: engines.perform(engine, settings, one, int(name == "again")) for name, one in asked.items()}
     # Copies that are nearly always right: a fault of acceptance has to show there too.
     own = run.engine_config(config(folder, cfg.results_dir, "draft_weights=int8", layer=LAYERS), Wanted(SMALL))
     asked["copies"] = Wanted(replace(SMALL, samples=0), only=("gate",))
     asked["copies gate"] = run.telling(Wanted(SMALL), "gate_changes_output")
     with open_engine(own, worker_extension_cls=run.FAULTY_WORKER) as engine:
-        arms |= {name: arm.perform(engine, own, asked[name], 0) for name in ("copies", "copies gate")}
+        arms |= {name: engines.perform(engine, own, asked[name], 0) for name in ("copies", "copies gate")}
     # vLLM's own drafts, which are looked up in the text.
     words = ["method=vllm", "speculative=ngram"]
     looked_up = run.engine_config(config(folder, cfg.results_dir, *words, layer=None), Wanted(SMALL))
@@ -63,12 +63,12 @@ def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
     ngram = {"ngram": greedy, "ngram planted": run.telling(greedy, "accept_one_more")}
     asked |= ngram
     with open_engine(looked_up, worker_extension_cls=run.FAULTY_WORKER) as engine:
-        arms |= {name: arm.perform(engine, looked_up, one, 0) for name, one in ngram.items()}
+        arms |= {name: engines.perform(engine, looked_up, one, 0) for name, one in ngram.items()}
     with open_engine(baseline_of(settings)) as engine:
         with pytest.raises(Exception, match="early_exit_plant"):  # no engine of another command can be made faulty
             engine.call("early_exit_plant", "kv_slot")
         found = {
-            name: plain.judge(engine, looked_up if name in ngram else settings, asked[name], one)[0]
+            name: engines.judge(engine, looked_up if name in ngram else settings, asked[name], one)[0]
             for name, one in arms.items()
         }
     return {name: run.finished([document], False) for name, document in found.items()}
@@ -96,7 +96,7 @@ def test_a_right_engine_is_lossless(documents, name, report):
 
 def test_the_cases_are_what_they_say(documents):
     rows = {row["name"]: row for row in documents["clean"]["cases"]}
-    assert {name.split()[0] for name in rows} >= set(cases.GROUPS) | {"cache"}
+    assert {name.split()[0] for name in rows} >= set(greedy.GROUPS) | {"cache"}
     assert rows["preempted"]["preempted"] > 0
     assert rows["again"]["cached_tokens"] > 0
     assert rows["cache"]["cached_tokens"] > 0
@@ -134,8 +134,8 @@ def test_faults_show_where_nearly_every_draft_is_right(documents, report):
 def test_a_head_of_another_model(folder, tmp_path):
     """Refused by the fingerprint where its file has one; named where it has none and drafts badly."""
     cfg = config(folder, tmp_path)
-    found = run.run(cfg, run.telling(Wanted(SMALL), arm.FOREIGN_HEAD), open_engine=open_engine)
-    assert (found["verdict"], found["suspect"]) == ("fault", arm.FOREIGN_HEAD), found
+    found = run.run(cfg, run.telling(Wanted(SMALL), engines.FOREIGN_HEAD), open_engine=open_engine)
+    assert (found["verdict"], found["suspect"]) == ("fault", engines.FOREIGN_HEAD), found
     assert (found["arm"]["arm"], found["arm"]["E"], found["arm"]["k"]) == ("layer_skip", LAYERS // 2, 4)
     assert {row["verdict"] for row in found["cases"]} == {"lossless"}
     weight = torch.randn(256, 64)

@@ -4,8 +4,6 @@ The next token is a function of all tokens before it, so an answer that is conti
 answer, and one that was cut into tokens anew is not: text is cut by letters, but a generated token has several.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -17,6 +15,10 @@ from aiohttp import web
 
 WORDS = [f"w{number} " for number in range(997)]
 LETTERS = 1000  # ids from here on are letters of prompts
+OTHERS = {
+    "/v1/embeddings": {"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 3}},
+    "/v1/rerank": {"id": "r", "results": [{"index": 0, "relevance_score": 0.5}]},
+}
 
 
 def encode(text: str) -> list[int]:
@@ -128,12 +130,10 @@ class Fake:
         if status is not None:
             headers = {"Retry-After": self.retry_after} if self.retry_after else None
             return web.json_response({"error": self.error}, status=status, headers=headers)
+        if request.path in OTHERS:
+            return web.json_response(OTHERS[request.path])
         self.running += 1
         try:
-            if request.path == "/v1/embeddings":
-                return web.json_response({"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 3}})
-            if request.path == "/v1/rerank":
-                return web.json_response({"id": "r", "results": [{"index": 0, "relevance_score": 0.5}]})
             return await (self.stream if body.get("stream") else self.whole)(request, body)
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1

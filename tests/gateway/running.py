@@ -1,7 +1,5 @@
 """A gateway and its fake backends in one event loop, and clients for it."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -9,21 +7,41 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from fake import Fake, answer
 
-from selfspec_cli.gateway import breaker, server, supervisor
+from selfspec_cli.gateway import replica, server, supervisor
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, KeySettings, LedgerSettings, LimitSettings
 
 QUICK = LimitSettings(first_byte_seconds=20.0, stall_seconds=20.0, queue_seconds=0.3)
 supervisor.POLL_SECONDS = 0.05
 supervisor.OTHERS_SECONDS = 0.2
-breaker.OPEN_SECONDS = 0.3
+replica.OPEN_SECONDS = 0.3
+
+
+@dataclass
+class Stream:
+    """What a client got of a stream."""
+
+    raw: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        lines = [part.removeprefix("data: ") for part in self.raw.decode().split("\n\n") if part]
+        assert lines[-1] == "[DONE]"
+        assert "[DONE]" not in lines[:-1]
+        return [json.loads(line) for line in lines[:-1]]
+
+    @property
+    def text(self) -> str:
+        choices = [event["choices"][0] for event in self.events if event.get("choices")]
+        return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
 
 
 @dataclass
@@ -34,9 +52,12 @@ class Running:
     url: str
     fakes: dict[str, Fake]
     session: aiohttp.ClientSession
-    log: Path
-    looking: supervisor.Supervisor
     said: list[str]
+
+    @property
+    def address(self) -> list[str]:
+        """Host and port."""
+        return self.url.removeprefix("http://").split(":")
 
     async def post(
         self, body: Any, path: str = "/v1/completions", method: str = "POST", **headers: str
@@ -54,8 +75,7 @@ class Running:
     async def stream(self, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> Stream:
         """A stream, read to its end."""
         async with self.session.post(self.url + path, json={**body, "stream": True}, headers=headers) as response:
-            raw = await response.read()
-            return Stream(response.status, raw, dict(response.headers))
+            return Stream(await response.read(), dict(response.headers))
 
     async def settled(self) -> None:
         """Wait until what was asked is counted too, which is after its answer was sent."""
@@ -70,28 +90,7 @@ class Running:
         """The log so far."""
         await self.settled()
         self.gateway.log.write()
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
-
-
-@dataclass
-class Stream:
-    """What a client got of a stream."""
-
-    status: int
-    raw: bytes
-    headers: dict[str, str]
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        lines = [part.removeprefix("data: ") for part in self.raw.decode().split("\n\n") if part]
-        assert lines[-1] == "[DONE]"
-        assert "[DONE]" not in lines[:-1]
-        return [json.loads(line) for line in lines[:-1]]
-
-    @property
-    def text(self) -> str:
-        choices = [event["choices"][0] for event in self.events if event.get("choices")]
-        return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
+        return [json.loads(line) for line in self.gateway.log.file.read_text().splitlines()]
 
 
 class Process:
@@ -108,14 +107,10 @@ class Process:
 
     async def start(self, code: str = "") -> None:
         """code: Python before it."""
-        run = (
-            code
-            + "\nimport runpy, sys; sys.argv[0] = 'selfspec'; runpy.run_module('selfspec_cli', run_name='__main__')"
-        )
+        run = "import runpy, sys; sys.argv[0] = 'selfspec'; runpy.run_module('selfspec_cli', run_name='__main__')"
+        words = (sys.executable, "-c", f"{code}\n{run}", "gateway", str(self.file))
         self.said = ""
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", run, "gateway", str(self.file), stderr=asyncio.subprocess.PIPE
-        )
+        self.process = await asyncio.create_subprocess_exec(*words, stderr=asyncio.subprocess.PIPE)
         await self.until_said("/v1", "listening on ")
         self.url = self.said.partition("listening on ")[2].partition("/v1")[0]
 
@@ -144,7 +139,7 @@ class Process:
     async def stream(self) -> str:
         """The text of a stream of forty tokens."""
         body = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0, "stream": True}
-        return text_of_stream((await self.ask(body=body))[2])
+        return Stream((await self.ask(body=body))[2].encode()).text
 
     async def end(self, wish: int = signal.SIGTERM) -> None:
         self.process.send_signal(wish)
@@ -169,12 +164,6 @@ async def process(
         await one.stop()
 
 
-def text_of_stream(raw: bytes | str) -> str:
-    """The text of the events of a stream of /v1/completions."""
-    lines = raw.split("\n\n") if isinstance(raw, str) else raw.decode().split("\n\n")
-    return "".join(json.loads(one[6:])["choices"][0]["text"] for one in lines if one.startswith("data: {"))
-
-
 @asynccontextmanager
 async def running(
     fakes: Sequence[Fake],
@@ -187,19 +176,10 @@ async def running(
     """A gateway over these backends. kinds, backends: by the backend's name, its kind and more of its settings."""
     for fake in fakes:
         await fake.start()
-    more = {
-        "policy": "fixed",
-        "ledger": LedgerSettings(plain_share=0.0),
-        "limits": QUICK,
-        "results_dir": str(folder),
-        "port": 0,
-    } | settings
-    made = [
-        BackendSettings(
-            name=one.name, kind=(kinds or {}).get(one.name, "local"), url=one.url, **(backends or {}).get(one.name, {})
-        )
-        for one in fakes
-    ]
+    more = {"policy": "fixed", "ledger": LedgerSettings(0.0), "limits": QUICK, "results_dir": str(folder), "port": 0}
+    more |= settings
+    kinds, own = kinds or {}, backends or {}
+    made = [BackendSettings(one.name, kinds.get(one.name, "local"), one.url, **own.get(one.name, {})) for one in fakes]
     gateway = Gateway(GatewaySettings(backends=made, **more))
     async with server.opened(gateway) as looking:
         said: list[str] = []
@@ -209,11 +189,8 @@ async def running(
             await asyncio.sleep(0.01)
         port = web.servers[0].sockets[0].getsockname()[1]
         assert await looking.ready(40, [one.name for one in fakes if not one.dead])
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            log = gateway.folder / "requests.jsonl"
-            url, named = f"http://127.0.0.1:{port}", {one.name: one for one in fakes}
-            yield Running(gateway, url, named, session, log, looking, said)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, said)
         web.should_exit = True
         await task
     for fake in fakes:
@@ -225,10 +202,8 @@ async def running(
 
 PROMPT = {"model": "toy", "prompt": "once upon", "max_tokens": 8, "temperature": 0}
 WANTED = answer("once upon", 8)
-TENANTS = [
-    KeySettings(name=name, key=hashlib.sha256(name.encode()).hexdigest(), admin=name == "ann")
-    for name in ("ann", "bob")
-]
+DIGESTS = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ann", "bob", "eve", "joe")}
+TENANTS = [KeySettings(name, DIGESTS[name], admin=name == "ann") for name in ("ann", "bob")]
 ANN, BOB = {"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}
 
 

@@ -4,8 +4,6 @@ What the policy sees is a `Replica`, which learns from the simulated times and f
 from real ones.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import math
@@ -18,11 +16,10 @@ from typing import Any
 
 from scipy.optimize import brentq
 
-from selfspec_cli.gateway.load import Load, between, read
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import Chooser
-from selfspec_cli.gateway.replica import Flight, Replica, State
-from selfspec_cli.gateway.request import Request as Asked
+from selfspec_cli.gateway.replica import Flight, Load, Replica, State, read
+from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
 
 LOOK = 1.0  # seconds between two looks at a server's /metrics
@@ -38,6 +35,14 @@ def on_curve(points: Sequence[tuple[float, float]], running: float) -> float:
     place = min(max(1, sum(running >= level for level, _ in points)), len(points) - 1)
     (low, less), (high, more) = points[place - 1 : place + 1]
     return less * (more / less) ** (math.log(max(running, points[0][0]) / low) / math.log(high / low))
+
+
+COUNTS = {
+    "drafts": "spec_decode_num_drafts_total",
+    "accepted": "spec_decode_num_accepted_tokens_total",
+    "rounds": "selfspec_draft_rounds_total",
+    "steps": "selfspec_draft_steps_total",
+}
 
 
 @dataclass(eq=False)
@@ -66,7 +71,7 @@ class Engine:
     slots: int = 1 << 20
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     jobs: list[Job] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("drafts", "accepted", "rounds", "steps"), 0))
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     _step: list[tuple[Job, bool]] = field(default_factory=list)  # whether it gets no more than its first token
 
     @property
@@ -117,19 +122,13 @@ class Engine:
 
     def metrics(self, says: bool) -> str:
         """As a vLLM server's /metrics. says: what the next step is expected to take, too, as selfspec's controller."""
-        lines: dict[str, float] = {
-            "vllm:num_requests_running": self.running(),
-            "vllm:num_requests_waiting": len(self.jobs) - self.running(),
-        }
+        lines: dict[str, float] = {"num_requests_running": self.running()}
+        lines["num_requests_waiting"] = len(self.jobs) - self.running()
         if self.k:
-            lines["vllm:spec_decode_num_drafts_total"] = self.counts["drafts"]
-            lines["vllm:spec_decode_num_accepted_tokens_total"] = self.counts["accepted"]
-            lines["vllm:selfspec_draft_rounds_total"] = self.counts["rounds"]
-            lines["vllm:selfspec_draft_steps_total"] = self.counts["steps"]
-            lines["vllm:selfspec_draft_cost"] = self.cost
+            lines |= {COUNTS[name]: count for name, count in self.counts.items()} | {"selfspec_draft_cost": self.cost}
         if says and self.running():
-            lines["vllm:selfspec_expected_step_seconds"] = self.seconds(self.running())
-        return "".join(f'{name}{{engine="0"}} {value}\n' for name, value in lines.items())
+            lines["selfspec_expected_step_seconds"] = self.seconds(self.running())
+        return "".join(f'vllm:{name}{{engine="0"}} {value}\n' for name, value in lines.items())
 
 
 # ---- An engine with published times
@@ -197,7 +196,7 @@ class Server:
         own = BackendSettings(name=self.name, **self.settings)
         self.replica = Replica(own, vllm=True, models=("toy",), state=State.up, now=lambda: 0.0)
         self.replica.load = Load(work=self.engine.work, tokens=self.engine.tokens, drafts=self.engine.k > 0)
-        self.counts = read(self.engine.metrics(self.says))
+        self.replica.counts = read(self.engine.metrics(self.says))
 
     def seconds(self, running: int) -> float:
         """Of a round."""
@@ -207,16 +206,14 @@ class Server:
 
     def tell(self) -> None:
         """The gateway looks at its /metrics."""
-        counts = read(self.engine.metrics(self.says))
-        self.replica.looked(self.replica.look(), between(self.counts, counts, self.replica.load))
-        self.counts = counts
+        self.replica.looked(self.replica.look(), read(self.engine.metrics(self.says)))
 
     def begin(self, at: float) -> None:
         """Begin the next step, if there is anything to do."""
         seconds = self.engine.begin()
         self.due = NEVER if seconds is None else at + seconds
 
-    def end(self, at: float) -> list[tuple[Asked, Flight]]:
+    def end(self, at: float) -> list[tuple[Request, Flight]]:
         """End the step of now and begin the next one; returns the requests that have ended."""
         ended = []
         for job, _ in self.engine.end():
@@ -246,24 +243,14 @@ class Result:
         return sorted(self.seconds)[int(0.99 * len(self.seconds))]
 
 
-@dataclass(frozen=True)
-class Request:
-    """At which second what is asked. prompt: its beginning decides what a prefix cache knows."""
-
-    at: float
-    prompt: str
-    tokens: int
-    answer: int
-
-
 def poisson(
     rate: float, count: int, seed: int, make: Callable[[random.Random, int], tuple[str, int, int]]
-) -> list[Request]:
-    """Requests that arrive at random; make: prompt, its tokens, tokens of the answer."""
+) -> list[tuple[float, Request]]:
+    """Requests that arrive at random, with their seconds; make: what `asked_of` takes."""
     draw, at, found = random.Random(seed), 0.0, []
     for number in range(count):
         at += draw.expovariate(rate)
-        found.append(Request(at, *make(draw, number)))
+        found.append((at, asked_of(*make(draw, number))))
     return found
 
 
@@ -276,7 +263,7 @@ def chooser_of(policy: str, slo: SloSettings | None = None, **options: Any) -> C
 def simulate(
     policy: str,
     servers: Sequence[Server],
-    requests: Sequence[Request],
+    requests: Sequence[tuple[float, Request]],
     slo: SloSettings | None = None,
     judge: Callable[[str, str], float] | None = None,
     **options: Any,
@@ -288,7 +275,7 @@ def simulate(
         server.replica.now = lambda: clock["at"]
     coming, done, look = deque(requests), [], LOOK
     while coming or any(server.engine.jobs for server in servers):
-        clock["at"] = at = min(look, coming[0].at if coming else NEVER, *(server.due for server in servers))
+        clock["at"] = at = min(look, coming[0][0] if coming else NEVER, *(server.due for server in servers))
         if at == look:
             look += LOOK
             for server in servers:
@@ -299,13 +286,12 @@ def simulate(
                 if judge:
                     chooser.learn(asked, server.replica, quality)
                 done.append((flight, server.replica.price(asked), quality))
-        while coming and coming[0].at <= at:
-            request = coming.popleft()
-            asked = asked_of(request)
+        while coming and coming[0][0] <= at:
+            _, asked = coming.popleft()
             replica = chooser.choose(asked, [server.replica for server in servers]).order[0]
             server = next(one for one in servers if one.replica is replica)
             flight = replica.begin(asked)
-            server.engine.jobs.append(Job(flight.own + 1e-9, request.answer, (asked, flight)))
+            server.engine.jobs.append(Job(flight.own + 1e-9, int(asked.expected_tokens), (asked, flight)))
             if server.due == NEVER:
                 server.begin(at)
     flights, paid, qualities = zip(*done, strict=True)
@@ -319,7 +305,7 @@ def simulate(
     )
 
 
-def begun(replica: Replica, asked: Asked, seconds: float) -> Flight:
+def begun(replica: Replica, asked: Request, seconds: float) -> Flight:
     """A request that is there since so many seconds, and whose first token has just come."""
     flight = replica.begin(asked)
     flight.began -= seconds
@@ -327,13 +313,9 @@ def begun(replica: Replica, asked: Asked, seconds: float) -> Flight:
     return flight
 
 
-def asked_of(request: Request) -> Asked:
-    asked = Asked("/v1/completions", {"model": "toy", "prompt": request.prompt, "max_tokens": request.answer})
-    asked.text, asked.prompt_tokens = request.prompt, float(request.tokens)
-    asked.expected_tokens = float(request.answer)
-    blocks, before = [], 0
-    for place in range(0, len(request.prompt), 8):
-        before = hash((before, request.prompt[place : place + 8]))
-        blocks.append(before)
-    asked.blocks = tuple(blocks)
-    return asked
+def asked_of(prompt: str, tokens: int, answer: int) -> Request:
+    """A request. tokens: of its prompt, whose beginning decides what a prefix cache knows. answer: tokens of that."""
+    blocks = tuple(hash(prompt[: place + 8]) for place in range(0, len(prompt), 8))
+    body = {"model": "toy", "prompt": prompt, "max_tokens": answer}
+    more = {"text": prompt, "prompt_tokens": float(tokens), "expected_tokens": float(answer), "blocks": blocks}
+    return Request("/v1/completions", body, **more)

@@ -9,9 +9,8 @@ import pytest
 from fake import Fake
 from running import ANN, BOB, PROMPT, QUICK, TENANTS, WANTED, running, until
 
-from selfspec_cli.gateway import breaker, supervisor
-from selfspec_cli.gateway.breaker import Breaker
-from selfspec_cli.gateway.replica import State
+from selfspec_cli.gateway import replica, supervisor
+from selfspec_cli.gateway.replica import Breaker, State
 from selfspec_cli.gateway.upstream import address
 
 
@@ -58,21 +57,21 @@ def test_a_breaker_opens_by_the_share_of_failures_and_lets_several_requests_try(
     for _ in range(25):
         one.failed()
     assert not one.allows()
-    clock["at"] += breaker.OPEN_SECONDS
-    one.probing = breaker.PROBES - 1
+    clock["at"] += replica.OPEN_SECONDS
+    one.probing = replica.PROBES - 1
     assert one.allows()
     one.probing += 1
     assert not one.allows()
     one.failed()
     one.probing = 0
     assert not one.allows()
-    clock["at"] += breaker.OPEN_SECONDS
+    clock["at"] += replica.OPEN_SECONDS
     one.succeeded()
     assert one.allows()
-    for _ in range(breaker.LEAST_FAILURES - 1):
+    for _ in range(replica.LEAST_FAILURES - 1):
         one.failed()
     assert one.allows()
-    clock["at"] += breaker.WINDOW_SECONDS + 1
+    clock["at"] += replica.WINDOW_SECONDS + 1
     one.failed()
     assert one.allows(), "those before are forgotten"
 
@@ -88,7 +87,7 @@ async def test_a_long_answer_in_one_piece_is_generated_once(tmp_path):
 async def test_a_request_that_takes_too_long_as_a_whole_ends_and_is_nobodys_failure(tmp_path):
     quick = replace(QUICK, request_seconds=0.5)
     async with running([Fake("a", step=5), Fake("b")], tmp_path, limits=quick) as on:
-        for _ in range(breaker.LEAST_FAILURES + 1):
+        for _ in range(replica.LEAST_FAILURES + 1):
             status, found, _ = await on.post(PROMPT)
             assert (status, found["error"]["type"]) == (504, "timeout")
         stream = await on.stream(PROMPT)

@@ -52,9 +52,8 @@ async def test_every_panel_has_data(tmp_path):
 
 async def traffic(on):
     for number in range(12):
-        await on.stream(
-            PROMPT | {"prompt": f"once {number % 8}", "selfspec": {"cache": "exact" if number > 5 else "none"}}
-        )
+        wishes = {"cache": "exact" if number > 5 else "none"}
+        await on.stream(PROMPT | {"prompt": f"once {number % 8}", "selfspec": wishes})
     await on.settled()
     assert (await on.get("/gateway/routes"))[0] == 200
 
@@ -64,12 +63,8 @@ def command(url, folder, port):
     assert "localhost:8080" in text and "15s" in text
     text = text.replace("localhost:8080", url.removeprefix("http://")).replace("15s", "1s")
     (folder / "prometheus.yml").write_text(text, encoding="utf-8")
-    return [
-        "prometheus",
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-    ]
+    files = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    return ["prometheus", *files, f"--web.listen-address=127.0.0.1:{port}"]
 
 
 async def until_finite(port, wanted):

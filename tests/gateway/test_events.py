@@ -5,11 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec_cli.gateway import replay
+from selfspec_cli.gateway import cache
 from selfspec_cli.gateway.continuation import Answer, Way
-from selfspec_cli.gateway.events import BrokenStream, Event, Parser, written
-from selfspec_cli.gateway.packed import loads
 from selfspec_cli.gateway.request import COMPLETIONS, Request
+from selfspec_cli.gateway.wire import BrokenStream, Event, Parser, loads, written
 
 
 def by_the_standard(raw):
@@ -95,7 +94,7 @@ TEXT = made("text_completion", [WROTE], usage=usage(1, 2))
 
 @pytest.mark.parametrize("answer", [CHAT, CALL, TEXT])
 def test_a_document_survives_its_stream(answer):
-    again = replay.document(b"".join(replay.stream(answer, include_usage=True)))
+    again = cache.document(b"".join(cache.stream(answer, include_usage=True)))
     for choice in again["choices"]:
         if choice.get("logprobs") is None:
             choice.pop("logprobs", None)
@@ -110,17 +109,17 @@ def test_a_document_survives_its_stream(answer):
         [b'{"error": {"message": "no"}}'],
         [b'{"choices": []}'],
         [b'{"choices": [{"index": 0, "text": "half", "finish_reason": null}]}'],
-        list(replay.stream(CHAT, include_usage=False))[:-1],  # no [DONE]
-        [next(replay.stream(CHAT, include_usage=False)), b"data: [DONE]\n\n"],  # no finish_reason
+        list(cache.stream(CHAT, include_usage=False))[:-1],  # no [DONE]
+        [next(cache.stream(CHAT, include_usage=False)), b"data: [DONE]\n\n"],  # no finish_reason
         [b'data: {"error": {"message": "the backend died"}}\n\ndata: [DONE]\n\n'],
         [b"data: {broken\n\ndata: [DONE]\n\n"],
     ],
 )
 def test_what_is_no_whole_answer_is_refused(chunks):
-    assert replay.document(b"".join(chunks)) is None
+    assert cache.document(b"".join(chunks)) is None
 
 
 def test_a_renewed_answer_has_an_id_of_its_own():
-    one, other = replay.renewed(CHAT), replay.renewed(CHAT)
+    one, other = cache.renewed(CHAT), cache.renewed(CHAT)
     assert one["id"] != other["id"] != CHAT["id"]
     assert one["id"].startswith("chat-") and one["created"] > CHAT["created"]

@@ -23,7 +23,7 @@ from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, KeySettings
 from selfspec_cli.record.gateway_log import Gain
 
-UNSET = ["backends.0.url=null"]
+UNSET, ANN = ["backends.0.url=null"], ["keys.0.name=ann"]
 ONE = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1"]
 
 
@@ -66,12 +66,9 @@ def test_overrides_reach_backends_by_number_and_by_name():
         (["limits.stall_seconds=1" + "0" * 400], ": a number is needed"),
         (["log_text=1"], "true or false is needed"),
         (["tls=[cert.pem]"], "give two files that can be read"),
-        (["keys.0.name=ann"], "keys.0: give name, and key"),
-        (
-            ["keys.0.name=ann", "keys.0.key=abc"],
-            "keys.0.key=abc: that environment variable is not set, and it is no SHA-256",
-        ),
-        (["keys.0.name=ann", "keys.0.key=12"], "keys.0.key=12: text is needed"),
+        (ANN, "keys.0: give name, and key"),
+        ([*ANN, "keys.0.key=abc"], "keys.0.key=abc: that environment variable is not set, and it is no SHA-256"),
+        ([*ANN, "keys.0.key=12"], "keys.0.key=12: text is needed"),
         (["backends.0.kind=pool", "backends.0.words=[http://x, http://]"], "words='http://': write"),
         (["policy_options.round_robin.explore=3"], "'policy_options.round_robin.explore' is not known; allowed: none"),
         (["policy_options.quality.enough=.nan"], "policy_options.quality.enough=nan: allowed: from 0 to 1"),
@@ -98,10 +95,7 @@ def test_overrides_reach_backends_by_number_and_by_name():
         ([*UNSET, "backends.0.kind=pool", "backends.0.words=[http://x, program=/no/router]"], "no program"),
         (["backends.0.words=[k=4]"], "words=['k=4']: kind openai does not use it; of words, environment"),
         (["backends.0.kind=local", "backends.0.prefill=http://x"], "kind local does not use it"),
-        (
-            ["keys.0.name=a", f"keys.0.key={'A' * 64}", "keys.1.name=b", f"keys.1.key={'a' * 64}"],
-            "keys.1: the same key as keys.0",
-        ),
+        ([*ANN, f"keys.0.key={'A' * 64}", "keys.1.name=b", f"keys.1.key={'a' * 64}"], "keys.1: the same key as keys.0"),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(words, message):
@@ -124,8 +118,7 @@ def test_what_a_backend_is_started_with():
     pool = BackendSettings(name="p", kind="pool", words=["http://x", "http://y", "program=r", "--policy", "z"])
     words = "r --worker-urls http://x http://y --host 127.0.0.1 --port 82 --policy z"
     assert BACKENDS["pool"].command(pool, 82) == words.split()
-    for kind in BACKENDS.values():
-        assert kind.help
+    assert all(one.help for one in (*BACKENDS.values(), *POLICIES.values())) and next(iter(POLICIES)) == "least_time"
 
 
 def test_the_command_shows_what_it_would_run_and_refuses_bad_input():

@@ -263,7 +263,7 @@ class Case:
         compiled = is_compiled(self) and not several_ranks
         graphs = self.joined > 0 or self.requests in ("pictures", "crowd") or not compiled
         # Engines for more requests than eight also have a kernel for more tokens.
-        fewest = 8 if self.engine.get("max_num_seqs", 0) > 8 else 0
+        fewest = 8 if {**GPU, **self.engine}["max_num_seqs"] > 8 else 0
         one_kernel = max(self.fused, default=0) > fewest or not self.model.endswith("+wide")
         # A layout for each kernel, and where the target's weights have 8 bits the copies as they were made.
         layouts = 1 + (fewest > 0) + ("quantization" in self.engine)

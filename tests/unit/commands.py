@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from importlib import import_module
 from types import ModuleType
 
@@ -11,6 +12,15 @@ from typer.testing import CliRunner
 from selfspec_cli.commands.app import app
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError
+
+
+class Clock:
+    """Stands still until something takes its time."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
 
 
 def call(*words):
@@ -29,6 +39,14 @@ def refused(*words):
     result = call(*words)
     assert result.exit_code == 2, result.output
     return " ".join(result.stderr.split())
+
+
+def until(holds, seconds=120):
+    """Wait until `holds()` says yes."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it is not so in time"
+        time.sleep(0.02)
 
 
 def one(*words):

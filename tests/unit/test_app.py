@@ -3,8 +3,9 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import call, document, done, model_folder, refused, stand_in
@@ -16,7 +17,7 @@ from selfspec_cli.record import columns, folder, quality
 from selfspec_cli.record.quality import Finding
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import make
-from selfspec_cli.stages import ppl, roc, tune
+from selfspec_cli.stages import fit, ppl, roc, tune
 from selfspec_cli.stages.arms import Failure, Found
 
 
@@ -30,26 +31,18 @@ def model(tmp_path, monkeypatch):
     return f"model={folder}"
 
 
-@dataclass
-class Engine:
-    cfg: object
-
-    def set_gate(self, kind, threshold):
-        pass
-
-
 @pytest.fixture
 def engines(monkeypatch):
-    """Stand-ins for selfspec_cli.engine.live and stages.bench, so that no vLLM is imported; the engines opened."""
+    """Stand-ins for selfspec_cli.engine.live and stages.measure, so that no vLLM is imported; the engines opened."""
     opened = []
 
     @contextmanager
     def open_engine(cfg):
         print("noise from a library")
         opened.append(cfg)
-        yield Engine(cfg)
+        yield SimpleNamespace(set_gate=lambda *_: None)
 
-    def run(cfg, engine, progress):
+    def bench(cfg, engine, progress):
         if cfg.threshold == 6 and cfg.method is not Method.baseline:
             raise RuntimeError("boom")
         return measured(100.0, 101.0, 99.0)
@@ -58,15 +51,25 @@ def engines(monkeypatch):
         pass
 
     stand_in(monkeypatch, "selfspec_cli.engine.live", open_engine, fork_engines)
-    stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
+    stand_in(monkeypatch, "selfspec_cli.stages.measure", bench)
     return opened
 
 
-@dataclass
-class Fitted:
-    reports: list
-    warnings: list = field(default_factory=list)
-    seconds: float = 1.0
+@pytest.fixture
+def fits(monkeypatch):
+    """What reaches the stage that fits heads."""
+    asked = {}
+
+    def Request(**fields):
+        return fields
+
+    def run(cfg, request, **more):
+        asked.update(request, path=cfg.model.path, **more)
+        head = {"layer": 2, "kind": "lsq", "head": request["heads"][1], "vocab": request["vocabularies"][-1]}
+        return fit.FitResult([head | {"agreement": 0.5, "path": "heads/a"}], 1.0, ["a chat model"])
+
+    stand_in(monkeypatch, "selfspec_cli.stages.fit", run, Request)
+    return asked
 
 
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
@@ -141,12 +144,43 @@ def test_every_command_has_help_with_an_example(command):
         (("eval", "--limit", "0"), "--limit"),
         (("bench", "--config", "empty.yaml"), "empty.yaml holds no config; allowed: a config that was dumped as YAML"),
         (("bench", "--config", "no_point.json"), "or the file of a point, results/runs/ID.json"),
+        (("serve", "layer=8"), "1..7"),
+        (("serve", "k=3,4"), "one point only here"),
+        (("serve", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
+        (("verify", "--plant", "kv_slott"), "did you mean 'kv_slot'"),
+        (("verify", "--cases", "mixt"), "did you mean 'mixed'"),
+        (("verify", "method=skip"), "does not verify its drafts"),
+        (
+            ("verify", "method=vllm", "speculative=ngram", "--plant", "kv_slot"),
+            "method=layer_skip; allowed here: accept_one_more, biased_sampler, all",
+        ),
+        (("verify", "layer=99"), "1..7"),
+        (("verify", "--repeat", "0"), "--repeat"),
+        (("load", "load.rate=2", "load.clients=4"), "load.rate=2 and load.clients=4: give one of them"),
+        (("load", "load.rate=2", "load.share=0.5"), "load.rate=2 and load.share=0.5: give one of them"),
+        (("load", "load.clients=4", "load.burst=8"), "bursts arrive at a rate; give load.rate or load.share"),
+        (("load", "load.clients=8", "load.requests=4"), "fewer requests than clients; use load.requests=8 or more"),
+        (("load", "load.rate=0"), "load.rate=0.0: out of range; allowed: more than 0"),
+        (("load", "load.client=4"), "did you mean 'load.clients'?"),
+        (("load", "load.column=question"), "only the rows of a .json, .jsonl, .parquet file have columns"),
+        (("load", "workload.prompts=nowhere.jsonl"), "workload.prompts=nowhere.jsonl: must be"),
+        (("load", "load.tpot_limit=-1"), "load.tpot_limit=-1.0: out of range"),
+        (("load", "--slo", "ttft_p98=200"), "did you mean 'ttft_p9"),
+        (("load", "--slo", "ttft_p99=soon"), "the limit is a number of milliseconds above 0, such as ttft_p99=200"),
+        (("load", "--slo", "ttft_p99=200", "load.rate=2"), "--slo with load.rate: it finds the load itself"),
+        (("runs", "results_dir=X"), "selfspec runs list results_dir=X"),
+        (("runs", "speedup>1.5", "--json"), "selfspec runs list 'speedup>1.5' --json"),
+        (("runs", "shwo"), "did you mean 'show'?"),
+        (("compare", "a", "b"), "selfspec report --compare a b"),
+        (("gate", "FILE"), "selfspec check FILE"),
+        (("pull", "model=org/name"), "hf download MODEL"),
+        (("doctr",), "did you mean 'doctor'?"),
     ],
 )
 def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
     Path("empty.yaml").touch()
     Path("no_point.json").write_text('{"model": "x"}')
-    alone = words[0] in ("swep", "report", "runs") or any("model" in word for word in words)
+    alone = words[0] in ("swep", "report", "runs", "compare", "gate", "pull", "doctr") or "model" in " ".join(words)
     given = words if alone else (*words, model)
     result = call(*given)
     assert result.exit_code == 2
@@ -239,11 +273,11 @@ def test_after_a_resume_every_arm_stands_beside_its_own_baseline(engines, model,
     paces = {None: 100.0, 4: 110.0, 5: 75.0}
     pace = {"slow": 1.0}
 
-    def run(cfg, engine, progress):
+    def bench(cfg, engine, progress):
         speed = paces[None] * pace["slow"] if cfg.method is Method.baseline else paces[cfg.threshold]
         return measured(speed, 1.001 * speed, 0.999 * speed)
 
-    stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
+    stand_in(monkeypatch, "selfspec_cli.stages.measure", bench)
     done("sweep", "gate=varH", "tau_v=4", model)
     pace["slow"] = 0.5
     result = call("sweep", "gate=varH", "tau_v=4,5", model)
@@ -361,27 +395,31 @@ def test_bench_measures_again_what_is_finished(engines, model):
     assert "0 measured, 1 skipped" in call("sweep", model).stdout
 
 
-def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
-    asked = {}
-
-    def run(cfg, *, layers, heads, vocabularies, pairs, ridge, corpus, open_engine, progress):
-        assert (heads, vocabularies) == (("lens", "lsq"), ("full",))
-        asked.update(layers=[*layers], pairs=pairs, ridge=ridge, corpus=corpus, path=cfg.model.path)
-        return Fitted([{"layer": 2, "kind": "lsq", "agreement": 0.5, "path": "heads/a"}], ["a chat model"])
-
-    stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
-    (tmp_path / "chats.txt").write_text("text")
-    words = ("--pairs", "100", "--corpus", "chats.txt", "--ridge", "0.01", model)
-    result = done("fit-lsq", "--layer", "2", "--layer", "4", *words)
-    path = model.partition("=")[2]
-    assert asked == {"layers": [2, 4], "pairs": 100, "ridge": 0.01, "corpus": "chats.txt", "path": path}
-    assert "50.0%" in result.stdout
-    assert "warning: a chat model" in result.stderr
-    assert call("fit-lsq", "--layer", "2", "--corpus", "gone.txt", model).exit_code == 2
-    assert document(call("fit-lsq", "--layer", "2", model, "--json"))["reports"][0]["path"] == "heads/a"
-    asked.clear()
-    assert document(call("fit-lsq", "--layer", "2", model, "--json", "--dry-run"))["layers"] == [2]
-    assert asked == {}
+@pytest.mark.parametrize(
+    ("words", "heads", "vocabularies"),
+    [
+        (("fit-lsq", "--layer", "2", "--layer", "4"), ("lens", "lsq"), ("full",)),
+        (
+            ("fit", "head=lsq_argmax,translator_r15", "layer=2,4", "vocab=full,16"),
+            ("lens", "lsq_argmax", "translator_r15"),
+            ("full", "16"),
+        ),
+    ],
+)
+def test_fits_hand_on_the_grid(fits, model, words, heads, vocabularies):
+    more = (*words, "--pairs", "100", "--ridge", "0.01", model)
+    result = done(*more, "--corpus", "chats.json")
+    assert fits.pop("progress") and fits.pop("open_engine")
+    grid = {"layers": (2, 4), "heads": heads, "vocabularies": vocabularies, "path": model.partition("=")[2]}
+    assert fits == grid | {"pairs": 100, "ridge": 0.01, "corpus": "chats.json"}
+    assert "50.0%" in result.stdout and "warning: a chat model" in result.stderr
+    assert f"{heads[1]} 16" in result.stdout or vocabularies == ("full",)
+    assert "gone.txt" in refused(*more, "--corpus", "gone.txt")
+    assert document(call(*more, "--json"))["reports"][0]["path"] == "heads/a"
+    fits.clear()
+    plan = document(call(*more, "--json", "--dry-run"))
+    assert (plan["layers"], plan["heads"]) == ([2, 4], [*heads])
+    assert fits == {}
 
 
 @pytest.mark.parametrize(
@@ -397,51 +435,15 @@ def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
     ],
 )
 def test_an_interrupt_exits_with_130_and_says_what_the_same_command_does_then(engines, model, monkeypatch, words, then):
-    def run(*_, **__):
+    def bench(*_, **__):
         raise KeyboardInterrupt
 
-    for stage in ("bench", "fit", "heads"):
-        stand_in(monkeypatch, f"selfspec_cli.stages.{stage}", run)
-    monkeypatch.setattr(roc, "run", run)
-    monkeypatch.setattr(tune, "run", run)
+    stand_in(monkeypatch, "selfspec_cli.stages.measure", bench)
+    for stage in (fit, roc, tune):
+        monkeypatch.setattr(stage, "run", bench)
     result = call(*words, model)
     assert result.exit_code == signal.SIGINT + 128, result.output
     assert result.stderr.splitlines()[-1].endswith(then)
-
-
-# ---- selfspec fit ----
-
-
-def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
-    monkeypatch.setattr("selfspec_cli.stages.sweep.plan", lambda *_, **__: 1 / 0)
-    result = call("sweep", model)
-    assert result.exit_code == 1
-    assert "ZeroDivisionError" in result.stderr
-    assert "--debug" in result.stderr
-    assert "Traceback" not in result.output
-
-
-def test_fit_hands_on_the_grid(monkeypatch, model):
-    asked = {}
-
-    def run(cfg, **more):
-        asked.update(more, path=cfg.model.path)
-        return Fitted([{"layer": 2, "kind": "lsq", "head": "lsq_argmax", "vocab": "16", "agreement": 0.5, "path": "a"}])
-
-    stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
-    words = ("fit", "head=lsq_argmax,translator_r15", "layer=2,4", "vocab=full,16", model, "--ridge", "0.5")
-    result = done(*words, "--pairs", "70", "--corpus", "chats.json")
-    assert "lsq_argmax 16" in result.stdout
-    assert asked.pop("progress") and asked.pop("open_engine")
-    assert asked.pop("path") == model.partition("=")[2]
-    grid = {"layers": (2, 4), "heads": ("lens", "lsq_argmax", "translator_r15"), "vocabularies": ("full", "16")}
-    assert asked == grid | {"pairs": 70, "ridge": 0.5, "corpus": "chats.json"}
-    asked.clear()
-    assert document(call(*words, "--dry-run", "--json"))["heads"] == ["lens", "lsq_argmax", "translator_r15"]
-    assert not asked
-
-
-# ---- selfspec ppl and eval ----
 
 
 def finding(kind, found, **arm):
@@ -520,9 +522,6 @@ def test_a_dry_run_names_the_arms_and_starts_nothing(asked, model, command):
     assert shown["arms"] == ["baseline", f"{arm}4.0", f"{arm}5.0"]
     assert asked == {}
     assert "baseline" in call(command, *words[:-1]).stdout
-
-
-# ---- the process ----
 
 
 @pytest.mark.slow

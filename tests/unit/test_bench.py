@@ -18,8 +18,8 @@ from selfspec_cli.engine import cores
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress
 from selfspec_cli.record.point import output_digests
-from selfspec_cli.record.statistics import RequestTimes, end_to_end, itl, quantiles, summary, tpot, ttft
-from selfspec_cli.stages import bench
+from selfspec_cli.record.statistics import RequestTimes, itl, quantiles, summary, tpot, ttft
+from selfspec_cli.stages import measure
 
 WORK = WorkloadConfig(prompts="random", input_len=4, output_len=6, num_prompts=3, batch=2)
 
@@ -144,7 +144,7 @@ def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
             seen.append(others)
 
     cfg = RunConfig(workload=WORK, repeats=3, warmup=1, perplexity_tokens=0)
-    found = bench.run(cfg, engine, Heard())
+    found = measure.bench(cfg, engine, Heard())
     assert engine.asked == [3, "early_exit_meter_start", 3, 3, 3, "early_exit_meter_stop", "early_exit_step_bytes"]
     assert [repeat.seconds for repeat in found.repeats] == [1.0, 1.5, 2.0]  # not the one that warmed up
     assert found.tok_s == pytest.approx((18.0, 12.0, 9.0))
@@ -167,7 +167,7 @@ def test_a_file_with_categories_is_measured_by_category(tmp_path):
     file = tmp_path / "q.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     work = replace(WORK, prompts=str(file), num_prompts=2)
-    found = bench.run(RunConfig(workload=work, repeats=3, warmup=0, perplexity_tokens=0), Speaking())
+    found = measure.bench(RunConfig(workload=work, repeats=3, warmup=0, perplexity_tokens=0), Speaking())
     kinds = found.engine["categories"]
     assert {name: one["requests"] for name, one in kinds.items()} == {"a": 3, "b": 6, "all": 9}
     assert kinds["b"]["tok_s"] == pytest.approx([6 / 0.2, 6 / 0.4, 6 / 0.6])
@@ -187,7 +187,7 @@ def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
         engine = Moody()
         work = replace(WORK, **{"batch": 2, "num_prompts": number} | more)
         cfg = RunConfig(method=Method.baseline, workload=work, repeats=3, warmup=0, perplexity_tokens=0)
-        return bench.run(cfg, engine), [one for one in engine.asked if isinstance(one, list)]
+        return measure.bench(cfg, engine), [one for one in engine.asked if isinstance(one, list)]
 
     found, prompts = asked()
     assert len(prompts) == 4 and prompts[3] == prompts[2][::-1]
@@ -196,12 +196,12 @@ def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
     assert "as_itself" not in asked(batch=1)[0].engine and "as_itself" not in asked(temperature=1.0)[0].engine
     dummy = replace(RunConfig().model, load_format="dummy")
     cfg = RunConfig(method=Method.baseline, workload=replace(WORK, num_prompts=3), model=dummy, perplexity_tokens=0)
-    assert "as_itself" not in bench.run(cfg, Moody()).engine
+    assert "as_itself" not in measure.bench(cfg, Moody()).engine
     # Turns of one question stay together.
     later = [[1], lambda outputs: [2], [3]]
     engine = Moody()
     cfg = RunConfig(workload=WORK)
-    assert bench.as_itself(engine, cfg, later, output_digests([[1], [2], [0]])) == 3
+    assert measure.as_itself(engine, cfg, later, output_digests([[1], [2], [0]])) == 3
     assert engine.asked == [[[3], [1], [2]]]
 
 
@@ -278,33 +278,6 @@ def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
     assert cores.shares(None, some) == cores.shares(some, None) == {}
     assert cores.shares(some, cores.Moment(HERTZ // 4, 0, 0)) == {}  # too short
     assert cores.shares(some, cores.Moment(100 * HERTZ, 10 * HERTZ, 91 * HERTZ))["cpu_others"] == 0.0
-
-
-# ---- latencies of requests ------------------------------------------------------------------------------------------
-
-
-# Seven tokens in four outputs: the second output brought three tokens, the third two.
-DRAFTED = RequestTimes(arrival=1.0, events=(1.5, 1.6, 1.8, 1.9), tokens=7)
-
-
-def test_the_definitions_are_those_of_vllms_benchmark():
-    assert ttft(DRAFTED) == pytest.approx(0.5)
-    assert end_to_end(DRAFTED) == pytest.approx(0.9)
-    assert tpot(DRAFTED) == pytest.approx((0.9 - 0.5) / 6)  # a token
-    assert itl(DRAFTED) == pytest.approx([0.1, 0.2, 0.1])  # an output: longer than a token where drafts are accepted
-
-
-def test_one_token_has_neither_tpot_nor_itl():
-    alone = RequestTimes(0.0, (0.25,), 1)
-    assert (tpot(alone), itl(alone)) == (None, [])
-    assert summary([alone]) == {
-        "ttft_ms": 250,
-        "ttft_p90_ms": 250,
-        "ttft_p99_ms": 250,
-        "e2e_ms": 250,
-        "e2e_p90_ms": 250,
-        "e2e_p99_ms": 250,
-    }
 
 
 def test_percentiles_are_over_all_requests():

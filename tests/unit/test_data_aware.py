@@ -12,7 +12,7 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitted_weights import DAMPING, About, FittedWeights, rounded_in_order, weighted_error
 from selfspec_cli.engine.live import Generation
-from selfspec_cli.stages import fit_weights
+from selfspec_cli.stages import fit
 
 OUT, IN, GROUP = 24, 128, 64
 
@@ -177,7 +177,7 @@ def opened(monkeypatch):
 
 
 def test_copies_are_fitted_on_answers_of_the_model_alone(opened, tmp_path):
-    (made,) = fit_weights.run(
+    (made,) = fit.run_weights(
         [RunConfig(workload=WORK, k=3, results_dir=str(tmp_path), draft_weights="int4")],
         open_engine=opened[0],
         prompts=6,

@@ -14,7 +14,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.early_exit.view import DraftView, all_columns, as_text, skipped_layers
-from selfspec_cli.engine.arguments import speculative_config
+from selfspec_cli.engine.deployment import speculative_config
 from selfspec_cli.record import tables
 from selfspec_cli.report.rows import label
 

@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from commands import call
+from commands import refused
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.stages.humaneval import passes, program, scored
@@ -65,8 +65,7 @@ def test_the_answers_of_a_workload_are_counted(tmp_path, monkeypatch):
 
 
 def test_only_humaneval_is_executed(tmp_path):
-    result = call("sweep", "k=3", "--execute", "--dry-run", f"results_dir={tmp_path}")
-    assert result.exit_code == 2 and "--execute with workload=headline: only workload=humaneval" in result.stderr
-    words = ["workload=humaneval", "launcher=joblib", "--execute", "--dry-run", f"results_dir={tmp_path}"]
-    result = call("sweep", *words)
-    assert result.exit_code == 2 and "answers run where the command does" in result.stderr
+    words = ["--execute", "--dry-run", f"results_dir={tmp_path}"]
+    assert "--execute with workload=headline: only workload=humaneval" in refused("sweep", "k=3", *words)
+    said = refused("sweep", "workload=humaneval", "launcher=joblib", *words)
+    assert "answers run where the command does" in said

@@ -5,13 +5,13 @@ import hashlib
 import json
 import signal
 import threading
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import until
 from openai_server import serve
 
 from selfspec_cli import interrupts
@@ -19,7 +19,7 @@ from selfspec_cli.config.schema import LoadConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine import clients, server
 from selfspec_cli.engine.clients import ClientsError, Job, Run, Sample
 from selfspec_cli.record.point import median
-from selfspec_cli.stages import load, slo
+from selfspec_cli.stages import load
 
 # Looked for and not imported: that would replace this process's sockets by gevent's.
 needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
@@ -192,8 +192,10 @@ def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path, 
 @needs_locust
 def test_the_most_clients_that_keep_a_limit_are_found_on_a_server_that_slows_down(tmp_path, loader):
     url, _, end = serve(step=0.02, shared=True)  # 3 of 7 steps are a TPOT: 8.6 ms for each request at once
-    search = slo.Search(loader)
-    (cfg, _) = slo.as_searches([config(tmp_path, clients=None, requests=None, seconds=0.7, repeats=2)], ["tpot_p50=30"])
+    search = load.Search(loader)
+    (cfg, _) = load.as_searches(
+        [config(tmp_path, clients=None, requests=None, seconds=0.7, repeats=2)], ["tpot_p50=30"]
+    )
     try:
         facts = search(cfg, server_at(url), load.ignore).engine
     finally:
@@ -208,8 +210,7 @@ def test_an_interrupt_keeps_what_had_ended(toy, tmp_path, loader):
 
     def interrupt():
         file = tmp_path / "raw" / "001" / "repeat-1" / "samples.jsonl"
-        while not (file.is_file() and file.read_text().count("\n") > 20):
-            time.sleep(0.05)
+        until(lambda: file.is_file() and file.read_text().count("\n") > 20)
         signal.raise_signal(signal.SIGINT)
 
     thread = threading.Thread(target=interrupt, daemon=True)

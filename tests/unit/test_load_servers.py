@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from commands import call, document
+from commands import call, document, done, refused, until
 
 from selfspec_cli import children
 from selfspec_cli.config.schema import LoadConfig
@@ -73,8 +72,8 @@ def test_without_locust_no_server_starts(toys, tmp_path, monkeypatch, command):
         file = tmp_path / "served.yaml"
         file.write_text(json.dumps({"title": "T", "served": True, "cases": [case]}), encoding="utf-8")
         words = [str(file)]
-    result = call(command, *words, f"results_dir={tmp_path / 'results'}")
-    assert result.exit_code == 2 and f"locust is not installed: {install('load')}" in result.stderr
+    said = refused(command, *words, f"results_dir={tmp_path / 'results'}")
+    assert f"locust is not installed: {install('load')}" in said
     assert not toys
 
 
@@ -99,9 +98,8 @@ def test_only_a_server_that_has_answered_is_given_time_to_end(toys, tmp_path, mo
 def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "LEAST_SECONDS", 0.01)  # these loads are short
     results = tmp_path / "results"
-    result = call("load", *WORDS, f"results_dir={results}", "load.ttft_limit=60000", "--json", "--", "--seed", "7")
-    assert result.exit_code == 0, result.stderr
-    shown = document(result)
+    more = ("load.ttft_limit=60000", "--json", "--", "--seed", "7")
+    shown = document(done("load", *WORDS, f"results_dir={results}", *more))
     assert (shown["measured"], shown["failed"]) == (4, 0) and Path(shown["page"]).is_file()
     assert [cfg.method for cfg in toys] == ["baseline", "layer_skip"]
     points, _ = folder.read(results)
@@ -167,15 +165,10 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
-    until = time.monotonic() + 60
-    while b"prctl" in Path(f"/proc/{child}/cmdline").read_bytes():
-        assert time.monotonic() < until, "the child does not become what it is to be"
-        time.sleep(0.05)
+    until(lambda: b"prctl" not in Path(f"/proc/{child}/cmdline").read_bytes())
     process.kill()
     process.wait()
-    while child in processes(str(tmp_path)):  # it is a child of no process of ours, so nobody leaves it a zombie
-        assert time.monotonic() < until, "the child lives on"
-        time.sleep(0.05)
+    until(lambda: child not in processes(str(tmp_path)))  # a child of no process of ours: nobody leaves it a zombie
 
 
 @pytest.mark.parametrize(
@@ -193,9 +186,6 @@ def test_a_process_is_asked_to_end_also_behind_an_ampersand_and_then_it_is_ended
             process = children.start([sys.executable, "-c", sleeper], out, os.environ)
     finally:
         signal.signal(signal.SIGINT, before)
-    until = time.monotonic() + 60
-    while b"up" not in (tmp_path / "out").read_bytes():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: b"up" in (tmp_path / "out").read_bytes())
     children.end(process, signal.SIGINT, seconds)
     assert process.returncode == -by

@@ -4,14 +4,15 @@ import itertools
 import math
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import bigrams
 import pytest
 from bigrams import nats
 
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
-from selfspec_cli.engine import scoring
-from selfspec_cli.engine.scoring import Passage
+from selfspec_cli.engine import requests
+from selfspec_cli.engine.requests import Passage
 from selfspec_cli.record import archive, folder, quality
 from selfspec_cli.stages import ppl
 from selfspec_cli.stages.ppl import Request
@@ -55,13 +56,13 @@ def arms_of(found, kind):
 
 def test_a_passage_is_scored_after_its_context(opened):
     with opened(RunConfig(method=Method.baseline)) as engine:
-        short, long = scoring.score(engine, [Passage([3, 5], 1), Passage([3, 5, 7, 9], 2)])
+        short, long = requests.score(engine, [Passage([3, 5], 1), Passage([3, 5, 7, 9], 2)])
     assert short.log_likelihood == pytest.approx(-nats(3, 5))
     assert long.log_likelihood == pytest.approx(-nats(5, 7) - nats(7, 9))
     assert (short.tokens, long.tokens, long.greedy) == (1, 2, True)
     for passage in (Passage([3], 1), Passage([3, 5], 0), Passage([3, 5], 2), Passage([3] * 64, 1)):
         with pytest.raises(ValueError, match="at most 63 together"):
-            scoring.score(engine, [passage])
+            requests.score(engine, [passage])
 
 
 def test_a_text_is_scored_under_the_predictions_of_whoever_has_some(opened):
@@ -117,14 +118,9 @@ def test_arms_that_differ_in_their_gate_share_an_engine(opened):
     assert opened.engines[1].gates == [("varH", 4.0), ("varH", 5.0)]
 
 
-def test_drafts_that_are_never_accepted_prove_nothing(opened):
-    @contextmanager
-    def open_engine(cfg):
-        with opened(cfg) as engine:
-            engine.accepted = 0
-            yield engine
-
-    found = ppl.run([GATED], SMALL, open_engine=open_engine)
+def test_drafts_that_are_never_accepted_prove_nothing(opened, monkeypatch):
+    monkeypatch.setattr(bigrams, "Engine", partial(bigrams.Engine, accepted=0))
+    found = ppl.run([GATED], SMALL, open_engine=opened)
     assert any("no draft was accepted" in warning for warning in found.warnings)
 
 
@@ -147,9 +143,9 @@ def test_a_probability_of_zero_is_told_and_makes_no_column(opened, monkeypatch):
 
     def score(engine, passages, progress):
         worst = -math.inf if engine.cfg.method is Method.skip else -1.0
-        return [scoring.Score(worst, 1, False) for _ in passages]
+        return [requests.Score(worst, 1, False) for _ in passages]
 
-    monkeypatch.setattr(scoring, "score", score)
+    monkeypatch.setattr(requests, "score", score)
     found = ppl.run([SKIP], SMALL, open_engine=opened)
     assert any("its perplexity is infinite" in warning for warning in found.warnings)
     assert "ppl" not in quality.read("results").columns(arms_of(found, quality.GENERATED)["skip"].arm_key, "")

@@ -3,23 +3,23 @@
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from commands import until
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import ConfigError, EngineConfig, ModelConfig, RunConfig
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import ServerError, ask, free_port
 from selfspec_cli.gateway import files
-from selfspec_cli.gateway.errors import GatewayError
-from selfspec_cli.gateway.limits import Keys, Meter
+from selfspec_cli.gateway.limits import Keys
 from selfspec_cli.gateway.supervisor import replica
 from selfspec_cli.gateway.upstream import key_of
+from selfspec_cli.gateway.wire import GatewayError
 from selfspec_cli.stages import replicas
-from selfspec_cli.stages.launch import devices
+from selfspec_cli.stages.launch import work
 
 MADE = Deployment("model", None, environment={"LD_PRELOAD": "x.so"})
 CPU, CUDA = RunConfig(), RunConfig(engine=EngineConfig(device="cuda"))
@@ -37,10 +37,11 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Here).serve_forever()
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     """Four cores, four GPUs of which CUDA shows three, and no router installed."""
-    monkeypatch.setattr(devices, "own_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(work, "own_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(machine, "visible_gpus", lambda: ["NVIDIA H100"] * 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
     monkeypatch.setattr(replicas.shutil, "which", lambda name: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray, where a test has used it, leaves a handler that ends pytest
 
 
 def test_words_about_replicas_are_not_settings_of_a_model():
@@ -94,7 +95,7 @@ def test_an_option_that_replicas_cannot_have_is_refused_before_anything_starts(s
         replicas.plan(MADE, CPU, words, 2, None)
 
 
-def test_the_gateway_has_the_key_of_the_replicas_and_wants_it_of_clients(monkeypatch, tmp_path):
+def test_the_gateway_has_the_key_of_the_replicas_and_wants_it_of_clients(monkeypatch):
     """Without it no replica would tell the gateway its models; without wanting it, everybody could ask."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     words = ["--api-key", "ann's", "bob's", "--port", "81"]
@@ -104,7 +105,7 @@ def test_the_gateway_has_the_key_of_the_replicas_and_wants_it_of_clients(monkeyp
         monkeypatch.setenv(name, value)
     made = files.load(None, [word for word in front.command if "=" in word])
     assert [key_of(replica(one)) for one in made.backends] == [{"Authorization": "Bearer ann's"}] * 2
-    keys = Keys(made.keys, Meter(tmp_path / "limits"))
+    keys = Keys(made.keys)
     assert all(keys.tenant(f"Bearer {key}").admin for key in ("ann's", "bob's"))
     with pytest.raises(GatewayError, match="a wrong API key"):
         keys.tenant("Bearer eve's")
@@ -159,12 +160,10 @@ def test_what_dies_is_started_again_and_all_end_together(tmp_path):
     servers, front, said = [program("replica0"), program("replica1")], program("router"), []
 
     def user():
-        while not any("2 replicas answer" in line for line in said):
-            time.sleep(0.05)
+        until(lambda: any("2 replicas answer" in line for line in said))
         before = answered(servers[0])
         die(servers[0])
-        while not any("started again" in line for line in said):
-            time.sleep(0.05)
+        until(lambda: any("started again" in line for line in said))
         said.append(f"another process: {answered(servers[0]) != before}")
         replicas.os.kill(replicas.os.getpid(), signal.SIGTERM)
 

@@ -202,7 +202,7 @@ def test_prompt_lookup_alone_gains_where_text_repeats_and_costs_nothing_elsewher
     assert engine.run(4.0) > 0.95
     speeds = [steps * engine.speed(width) * engine.seconds(width) for width, steps in engine.widths.items()]
     time = sum(steps * engine.seconds(width) for width, steps in engine.widths.items())
-    assert sum(speeds) / time > 0.995 * engine.speed(0)
+    assert sum(speeds) / time > 0.99 * engine.speed(0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -214,7 +214,7 @@ def test_a_large_model_loses_little_by_looking_at_long_drafts(seed):
     }
     times = StepTimes(verify, {n: 1.3e-3 + 65e-6 * n for n in REQUESTS}, 30e-9)
     engine = Simulated(48, 0.95, times=times, seed=seed)
-    assert engine.run(1.0) > 0.99 and engine.run(2.0) > 0.99
+    assert engine.run(1.0) > 0.99 and engine.run(8.0) > 0.99
     assert engine.best() == 0 < engine.rule.trials
 
 
@@ -353,6 +353,39 @@ def test_after_pauses_plain_steps_are_not_thought_slow(requests, acceptance, mat
         engine.job()
     tokens, seconds = np.sum([engine.job() for _ in range(20)], axis=0)
     assert tokens / seconds > 0.965 * engine.speed(0) and engine.best() == 0
+
+
+class Ahead(HostBound):
+    """An engine that launches two steps before it reads the tokens of one, so that times are of later launches."""
+
+    def __init__(self, requests: int, acceptance: float, plain: float, drafting: float, matched: float) -> None:
+        super().__init__(requests, acceptance, plain, drafting)
+        self.rule.times = replace(self.rule.times, draft=dict.fromkeys(REQUESTS, 0.0))
+        self.matched, self.launched = matched, [0, 0]
+
+    def step(self, limit: int | None = None) -> int:
+        chosen = self.rule.choose(self.requests, float(self.requests * self.context), limit).width
+        width = self.launched.pop(0)
+        self.launched.append(chosen)
+        seconds = (self.drafting if any(self.launched) else self.plain) * self._noise()
+        stood = np.minimum(self.draw.geometric(1 - self.acceptance, self.requests) - 1, width)
+        stood[self.draw.random(self.requests) >= self.matched] = 0
+        self.now += seconds
+        self._count(np.where(stood > 0, width, 0), stood)
+        self._copy_verdicts()
+        self.rule.stepped(self.requests, width, seconds, accepted=float(stood.mean()), latest=chosen)
+        self.rule.brought(self.requests, width, float(stood.mean()))
+        return width
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32])
+@pytest.mark.parametrize(("matched", "better"), [(0.15, False), (0.9, True)])
+def test_times_between_drafting_and_plain_steps_are_held_against_neither(requests, matched, better):
+    """Prompt lookup alone had 0.57 to 0.65 of plain decoding's speed on an H200 (gpu/one_line_h200.json): most of a
+    trial's plain steps were read while drafting steps were launched, and plain steps were thought slow."""
+    engine = Ahead(requests, 0.6, 2.4e-3, 3.8e-3, matched)
+    widths = Counter(engine.step() for _ in range(6000))
+    assert (widths[0] < 600) if better else (widths[0] > 5700)
 
 
 @pytest.mark.parametrize("width", [0, 4])
@@ -524,10 +557,10 @@ def test_a_server_whose_steps_have_prompts_too_is_nearly_as_fast_as_with_the_bes
     def speed_of(width: int | None) -> float:
         engine = Served(clients, acceptance, graph, slower, width)
         engine.reached(2.0)
-        return engine.reached(4.0)
+        return engine.reached(8.0)
 
     fixed, speed = {width: speed_of(width) for width in widths}, speed_of(None)
-    assert speed > 0.97 * max(fixed.values()), (speed, fixed)
+    assert speed > 0.965 * max(fixed.values()), (speed, fixed)
 
 
 def test_the_time_of_a_prompts_tokens_is_told_from_that_of_its_step():

@@ -10,8 +10,7 @@ from selfspec_cli.config import keys, schema, speculative
 from selfspec_cli.config.choices import file_choices
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError, Method, ModelConfig, RunConfig
-from selfspec_cli.engine.arguments import shallow_model, speculative_config
-from selfspec_cli.engine.deployment import deployment
+from selfspec_cli.engine.deployment import deployment, shallow_model, speculative_config
 from selfspec_cli.record import tables
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import preflight

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import model_folder
+from commands import Clock, model_folder
 from points import point
 from pseudo_terminal import Terminal
 
@@ -151,13 +151,6 @@ def test_debug_shows_everything(tmp_path):
 
 
 # ---- without a process -----------------------------------------------------------------------------------------------
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def planned(**more):

@@ -1,16 +1,26 @@
-"""What commands say to a user's words: the line to type, what would be done, and what is without effect."""
+"""What commands say to a user's words: the line to type, what would be done, what has no effect, how words go on."""
 
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import pexpect
+import programs
 import pytest
 from commands import call, document, done, model_folder, refused
 
 from selfspec_cli.commands import serve
-from selfspec_cli.commands.doctor import verdict
+from selfspec_cli.commands.options import verdict
 from selfspec_cli.commands.screen import in_words
-from selfspec_cli.config import paths
-from selfspec_cli.config.schema import ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.stages import doctor, preflight
+from selfspec_cli.commands.shared import complete
+from selfspec_cli.config import choices, model_files, options, paths
+from selfspec_cli.config.schema import GROUPS, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit import knobs
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.stages import preflight
 
 CHECKS = paths.experiments_dir() / "checks"
 
@@ -33,28 +43,12 @@ def test_a_command_alone_shows_its_plan_and_what_to_type(command, tmp_path, monk
     assert "alone starts nothing" not in call(command, "model=reference", "--dry-run").stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("runs", "results_dir=X"), "selfspec runs list results_dir=X"),
-        (("runs", "speedup>1.5", "--json"), "selfspec runs list 'speedup>1.5' --json"),
-        (("runs", "shwo"), "did you mean 'show'?"),
-        (("compare", "a", "b"), "selfspec report --compare a b"),
-        (("gate", "FILE"), "selfspec check FILE"),
-        (("pull", "model=org/name"), "hf download MODEL"),
-        (("doctr",), "did you mean 'doctor'?"),
-    ],
-)
-def test_a_word_that_is_no_command_is_answered_with_the_line_to_type(words, line):
-    assert line in refused(*words)
-
-
 def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("selfspec_cli.stages.preflight.config_file", lambda model: None)
     shown = done("sweep", "model=org/name", "layer=99", "--dry-run")
     assert "are not checked: org/name is not here (hf download org/name)" in shown.stderr
-    check = doctor._settings(RunConfig(model=ModelConfig(path="org/name")))
+    check = preflight._settings(RunConfig(model=ModelConfig(path="org/name")))
     assert check.ok is None and "not checked: org/name is not here" in check.detail
     assert verdict([check]) == "A run could work here; what depends on the model is not checked."
     assert verdict([replace(check, ok=True)]) == "A run could work here."
@@ -62,8 +56,7 @@ def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
 
 
 def test_what_is_here_is_checked_and_nothing_else_said(model):
-    shown = call("sweep", model, "layer=3", "--dry-run")
-    assert shown.exit_code == 0 and "not checked" not in shown.stderr
+    assert "not checked" not in done("sweep", model, "layer=3", "--dry-run").stderr
 
 
 def test_a_server_of_random_weights_needs_no_text(tmp_path, monkeypatch):
@@ -73,16 +66,16 @@ def test_a_server_of_random_weights_needs_no_text(tmp_path, monkeypatch):
     assert "perplexity_tokens=0 workload.prompts=random" in refused(
         "bench", "model=llama3_8b_shape", "engine=cpu", "--dry-run"
     )
-    loaded = call("load", "model=llama3_8b_shape", "engine=cpu", "workload.prompts=random", "--dry-run")
-    assert loaded.exit_code == 0, loaded.stderr  # a load test scores no text
+    # A load test scores no text.
+    done("load", "model=llama3_8b_shape", "engine=cpu", "workload.prompts=random", "--dry-run")
 
 
 def test_the_doctor_notes_what_a_measurement_would_need_besides():
     shape = RunConfig(model=ModelConfig(load_format="dummy", max_model_len=100))
     preflight.check_files(shape)
-    (check,) = doctor._workload(shape)
+    (check,) = preflight._workload(shape)
     assert check.ok is None and check.detail.startswith("to measure: workload.input_len=32")
-    (check,) = doctor._workload(RunConfig(model=shape.model, workload=WorkloadConfig(input_len=2000)))
+    (check,) = preflight._workload(RunConfig(model=shape.model, workload=WorkloadConfig(input_len=2000)))
     assert check.ok is False and check.detail.startswith("workload.input_len=2000")
 
 
@@ -127,3 +120,111 @@ def test_a_plan_for_people_holds_nothing_of_pythons(model, command):
     shown = done(*command.split(), model, "layer=3", "workload.prompts=random", "--dry-run")
     for word in ("[", "]", "None", "True", "False", "'", "dry_run"):
         assert word not in shown.stdout.replace(model, ""), (word, shown.stdout)
+
+
+# ---- completion ------------------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def offered(word):
+    return [text for text, _ in options.candidates(word)]
+
+
+def test_keys_are_offered_with_their_help():
+    found = dict(options.candidates(""))
+    every = {f"{key}=" for key in knobs.options(RunConfig).keys() - options.RARE}
+    assert found.keys() == every | {f"{name}=" for name in (*GROUPS, "experiment", "tuned")}
+    assert all(found.values())
+    assert offered("tau") == ["tau=", "tau_v="]  # rare ones where nothing else begins so
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("gate=", [f"gate={name}" for name in GATES]),
+        ("gate=varH,ma", ["gate=varH,margin", "gate=varH,maxp"]),
+        ("gate=margin,mar", []),
+        ("engine=", ["engine=cpu", "engine=gpu"]),
+        ("engine.enforce_eager=t", ["engine.enforce_eager=true"]),
+        ("draft_weights=int", ["draft_weights=int4", "draft_weights=int8"]),
+        ("experiment=m0_s", ["experiment=m0_sanity"]),
+        ("layer=", []),
+        ("nothing=", []),
+    ],
+)
+def test_choices_and_presets_are_offered(word, expected):
+    assert sorted(offered(word)) == sorted(expected)
+
+
+def test_models_that_were_tuned_are_offered(tmp_path, monkeypatch):
+    folder = tmp_path / "conf" / choices.TUNED
+    folder.mkdir(parents=True)
+    (folder / f"mine-{'0' * model_files.SHORT}.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert offered("tuned=") == ["tuned=mine"]
+
+
+@pytest.mark.parametrize(
+    ("line", "at", "incomplete", "expected"),
+    [
+        ("selfspec sweep gate = ma", 4, "ma", ["margin", "maxp"]),
+        ("selfspec sweep tracker.kind =", 3, "", ["none", "wandb"]),
+        ("selfspec sweep ga", 2, "ga", ["gate=", "gate.kind="]),
+        ("selfspec sweep workload.prompts='a b' laye", 3, "laye", ["layer=", "layer=VALUE"]),
+    ],
+)
+def test_bash_takes_what_stands_before_the_equals_sign_for_a_word(monkeypatch, line, at, incomplete, expected):
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(at))
+    assert [text for text, _ in complete(incomplete)] == expected
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Of a shell that finds this checkout's `selfspec`."""
+    program = tmp_path / "bin" / "selfspec"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m selfspec_cli "$@"\n')
+    program.chmod(0o755)
+    return {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(tmp_path)}
+
+
+BEGUN = {"gate=mar": "gate=margin", "free_dra": "free_drafts=", "engine=g": "engine=gpu"}
+"""A choice, a key and a preset, and what TAB makes of them."""
+
+
+def typed(shell, environment, begin, name):
+    """What lines become when TAB is pressed behind them in an interactive shell; echo shows it."""
+    child = pexpect.spawn(shell[0], shell[1:], env=environment, encoding="utf-8", timeout=60, dimensions=(24, 120))
+    child.sendline(f'{begin}; eval "$(_SELFSPEC_COMPLETE=source_{name} selfspec)"; echo re""ady')
+    child.expect_exact("ready")
+    for begun, whole in BEGUN.items():
+        child.send(f"selfspec sweep {begun}\t")
+        child.expect("sweep " + "\x07?".join(map(re.escape, whole)))  # bash rings where more might follow
+        child.send("\x03")  # Ctrl-C: the line is not run
+    child.close(force=True)
+
+
+@pytest.mark.slow
+def test_bash_completes_a_word(environment):
+    typed(["bash", "--norc", "--noprofile", "-i"], environment, "PS1='$ '", "bash")
+
+
+@pytest.mark.slow
+@programs.needs("zsh")
+def test_zsh_completes_a_word(environment):
+    typed(["zsh", "-f", "-i"], environment, "PS1='$ '; autoload -U compinit; compinit -u -D", "zsh")
+
+
+@pytest.mark.slow
+@programs.needs("fish")
+def test_fish_completes_a_word(environment):
+    asked = "; complete --do-complete ".join(
+        ["_SELFSPEC_COMPLETE=source_fish selfspec | source", *(f"'selfspec sweep {begun}'" for begun in BEGUN)]
+    )
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", asked], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == [*BEGUN.values()]

@@ -1,7 +1,5 @@
 """What a kind of backend is: how its settings are checked, what is started for it, and what it understands."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -21,10 +19,8 @@ def need_address(settings: BackendSettings, key: str, url: str | None, query: bo
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         if fine and not ((parts.query and not query) or parts.fragment or parts.username):
             return
-    raise ConfigError(
-        f"backend {settings.name}: {key}={url!r}: write http://HOST:PORT, without a query, and without a "
-        "key, which key_env names"
-    )
+    said = f"{key}={url!r}: write http://HOST:PORT, without a query, and without a key, which key_env names"
+    raise ConfigError(f"backend {settings.name}: {said}")
 
 
 def without_v1(url: str) -> str:
@@ -36,11 +32,9 @@ def check_use(settings: BackendSettings, *used: str) -> None:
     """Raises ConfigError for a setting that its kind of backend does not use."""
     for name in ("words", "environment", "prefill"):
         if name not in used and getattr(settings, name):
-            allowed = ", ".join(used) or "none of these"
-            raise ConfigError(
-                f"backend {settings.name}: {name}={getattr(settings, name)!r}: kind {settings.kind} does "
-                f"not use it; of words, environment and prefill it uses {allowed}"
-            )
+            allowed = f"of words, environment and prefill it uses {', '.join(used) or 'none of these'}"
+            said = f"{name}={getattr(settings, name)!r}: kind {settings.kind} does not use it; {allowed}"
+            raise ConfigError(f"backend {settings.name}: {said}")
 
 
 @dataclass(frozen=True)
@@ -88,5 +82,4 @@ def check_serve(settings: BackendSettings) -> None:
 
 
 def log_of(settings: BackendSettings, folder: Path) -> Path:
-    """Where the output of its server goes."""
     return folder / f"backend-{settings.name}.log"

@@ -31,14 +31,11 @@ def check(settings: BackendSettings) -> None:
     if not _replicas(settings):
         raise ConfigError(f"backend {settings.name}: give words: [http://HOST:PORT, ...], or url of a router")
     if shutil.which(_program(settings)) is None:
-        raise ConfigError(
-            f"backend {settings.name}: there is no program {_program(settings)!r}: pip install "
-            "vllm-router in an environment of its own, and add program=PATH to words"
-        )
+        remedy = "pip install vllm-router in an environment of its own, and add program=PATH to words"
+        raise ConfigError(f"backend {settings.name}: there is no program {_program(settings)!r}: {remedy}")
 
 
 def command(settings: BackendSettings, port: int) -> list[str]:
-    """vllm-router over the replicas."""
     replicas = _replicas(settings)
     more = [word for word in settings.words if word not in replicas and not word.startswith("program=")]
     return [_program(settings), "--worker-urls", *replicas, "--host", "127.0.0.1", "--port", str(port), *more]

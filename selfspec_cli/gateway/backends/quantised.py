@@ -13,10 +13,8 @@ def check(settings: BackendSettings) -> None:
     check_serve(settings)
     named = [word for word in settings.words if word.startswith(("model=", "model.quantization=", "model.path="))]
     if settings.url is None and not named:
-        raise ConfigError(
-            f"backend {settings.name}: words say nothing of fewer bits: give model.quantization=fp8, or "
-            "model=FOLDER of a quantised checkpoint"
-        )
+        remedy = "give model.quantization=fp8, or model=FOLDER of a quantised checkpoint"
+        raise ConfigError(f"backend {settings.name}: words say nothing of fewer bits: {remedy}")
 
 
 BACKEND = BackendKind(

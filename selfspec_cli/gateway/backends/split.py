@@ -4,24 +4,15 @@ The gateway asks the server at `prefill` for one token, and the one at `url` for
 where its keys and values are. Drafts are made where it decodes; the server that prefills needs none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from selfspec_cli.gateway import packed
 from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address, without_v1
-from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS
 from selfspec_cli.gateway.settings import BackendSettings
+from selfspec_cli.gateway.wire import BrokenStream, loads
 
-REMOTE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+_UNKNOWN = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_UNKNOWN)}
 _OF_THE_ANSWER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "n", "vllm_xargs")
 
 
@@ -33,11 +24,8 @@ def check(settings: BackendSettings) -> None:
 
 
 async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body for the server that decodes, once the other one has prefilled the prompt.
-
-    Raises:
-        BackendFailed, BrokenStream, Refused: it did not.
-    """
+    """The body for the server that decodes, once the other one has prefilled the prompt. Raises BackendFailed,
+    BrokenStream or Refused where it did not."""
     if path not in (CHAT, COMPLETIONS):  # an embedding is prefill alone
         return body
     first = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
@@ -48,7 +36,7 @@ async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]
     async with upstream.post(replica, path, first, {}, base=base) as response:
         raw = await upstream.whole(response, upstream.limits.first_byte_seconds)
     try:
-        where = packed.loads(raw).get("kv_transfer_params")
+        where = loads(raw).get("kv_transfer_params")
     except (ValueError, AttributeError) as error:
         raise BrokenStream("what came from the server that prefills is no answer") from error
     return {**body, "kv_transfer_params": where} if where else body

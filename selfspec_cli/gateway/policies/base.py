@@ -1,16 +1,13 @@
 """What a policy is: a name, options with their defaults, and what makes the chooser that routes requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.request import Request
-from selfspec_cli.gateway.settings import SloSettings
+from selfspec_cli.gateway.settings import SloSettings, checked
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ It loses to round robin where the cheap model is sure of wrong answers, and wher
 for nothing, and time and money are lost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ from selfspec_cli.gateway.request import EMBEDDINGS, Request
 
 @dataclass(frozen=True)
 class Options:
-    """When an answer is taken."""
-
     sure: float = knob(
         0.7, help="least mean probability of the tokens of an answer that is taken", unit="fraction", low=0, high=1
     )

@@ -3,8 +3,6 @@
 It loses to round robin where the cheapest backend keeps the limits and is slower: then it is slower, for less money.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
@@ -22,14 +20,11 @@ class _Cheapest(Chooser):
         fastest = by_time(request, replicas)
         if fastest.reason != "least_time":
             return fastest
-        fits = []
-        for replica in fastest.order:
-            expected = replica.predict(request)
-            if expected is not None and expected.ttft <= self.ttft and expected.tpot <= self.tpot:
-                fits.append((replica.price(request, expected), expected.e2e, replica))
+        expected = [(replica, times) for replica in fastest.order if (times := replica.predict(request))]
+        fits = [one for one in expected if one[1].ttft <= self.ttft and one[1].tpot <= self.tpot]
         if not fits:
             return Choice(fastest.order, "slo_missed")
-        _, _, best = min(fits, key=lambda one: one[:2])
+        best, _ = min(fits, key=lambda one: (one[0].price(request, one[1]), one[1].e2e))
         rest = [one for one in fastest.order if one is not best]
         return Choice((best, *rest), "cheapest")
 

@@ -1,7 +1,5 @@
 """Always the first backend that takes requests; the others are tried only when it fails."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +11,6 @@ from selfspec_cli.gateway.request import Request
 
 @dataclass(frozen=True)
 class Options:
-    """Which backend."""
-
     backend: str = knob("", help="name of the backend that gets all requests; empty: the first")
 
 

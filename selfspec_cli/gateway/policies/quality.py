@@ -8,8 +8,6 @@ is chosen; where none does, the best.
 It loses to round robin where nobody judges answers: it then knows prices alone.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -43,15 +41,8 @@ def features(text: str) -> Vector:
     return {key: count / length for key, count in counts.items()}
 
 
-def similarity(one: Vector, other: Vector) -> float:
-    """Cosine of two vectors of length 1."""
-    return sum(value * other.get(key, 0.0) for key, value in one.items())
-
-
 @dataclass(frozen=True)
 class Options:
-    """What is expected of a backend."""
-
     enough: float = knob(0.7, help="quality of which the cheapest backend is taken", unit="fraction", low=0, high=1)
 
 
@@ -63,9 +54,8 @@ class _Quality(Chooser):
     def expected(self, vector: Vector, replica: Replica) -> float:
         """The quality, 0 to 1, of this backend's answer."""
         known = self.judged.get(replica.name, ())
-        near = sorted(((similarity(vector, one) ** SHARP, quality) for one, quality in known), reverse=True)[
-            :NEIGHBOURS
-        ]
+        cosines = [(sum(part * one.get(key, 0.0) for key, part in vector.items()), quality) for one, quality in known]
+        near = sorted(((cosine**SHARP, quality) for cosine, quality in cosines), reverse=True)[:NEIGHBOURS]
         weight = sum(alike for alike, _ in near)
         return (TRUST * PRIOR + sum(alike * quality for alike, quality in near)) / (TRUST + weight)
 

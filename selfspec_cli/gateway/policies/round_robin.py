@@ -1,7 +1,5 @@
 """One backend after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
@@ -10,8 +8,7 @@ from selfspec_cli.gateway.request import Request
 
 
 class _RoundRobin(Chooser):
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> Choice:
         first = self.count % len(replicas)

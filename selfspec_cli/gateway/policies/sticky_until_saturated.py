@@ -8,8 +8,6 @@ It loses to round robin where prompts share no beginning and answers are long: i
 those to generate.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

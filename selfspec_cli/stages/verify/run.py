@@ -3,8 +3,6 @@
 The order lets the plain engine be asked about what the arm has done, and needs the memory of one engine at a time.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time
@@ -24,9 +22,8 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import quality
 from selfspec_cli.record.folder import new_run_id, now
 from selfspec_cli.stages.arms import named
-from selfspec_cli.stages.verify import arm, cases, plain, sampling, verdict
-from selfspec_cli.stages.verify.arm import EVERY, FOREIGN_HEAD, Arm, Wanted
-from selfspec_cli.stages.verify.plain import Unsure
+from selfspec_cli.stages.verify import engines, greedy, sampling, verdict
+from selfspec_cli.stages.verify.engines import EVERY, FOREIGN_HEAD, Arm, Unsure, Wanted
 from selfspec_cli.stages.verify.verdict import FAULT, NEAR_TIES
 from selfspec_cli.vllm_plugin.wrap import FAULTS_FOLDER
 from selfspec_cli.whole import atomic_write
@@ -72,8 +69,7 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
 
 
 def engine_config(cfg: RunConfig, wanted: Wanted) -> RunConfig:
-    """`cfg` with an engine on which the cases can happen: prefix caching, a token budget by which prompts are cut, and
-    a context that is soon full unless the user has named one."""
+    """`cfg` with an engine on which cases can happen: prefix caching, prompts that are cut, a context soon full."""
     engine, model = cfg.engine, cfg.model
     most = THOROUGH_CONTEXT if wanted.thorough else CONTEXT
     budget = max(BUDGET, engine.max_num_seqs * (int(cfg.k or 0) + 1))
@@ -107,15 +103,14 @@ def plan(cfg: RunConfig, wanted: Wanted) -> dict[str, Any]:
         "key": Keys().run(cfg),
         "engines": engines,
         "context": settings.model.max_model_len,
-        "cases": ["mixed", *wanted.only] if wanted.only else list(cases.GROUPS),
+        "cases": ["mixed", *wanted.only] if wanted.only else list(greedy.GROUPS),
         "sampling": wanted.settings,
         "runs": wanted.repeat,
     }
 
 
 def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Progress = ignore) -> dict[str, Any]:
-    """Verify one arm; the document, also written to results_dir (see `save`). Raises ConfigError: what `check`
-    refuses."""
+    """Verify one arm; the document, also written to results_dir (`save`). Raises ConfigError: what `check` refuses."""
     check(cfg, wanted)
     start = time.perf_counter()
     settings = engine_config(cfg, wanted)
@@ -128,7 +123,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         head = _foreign_head(settings) if foreign else nullcontext(settings)
         with head as drafting, open_engine(drafting, worker_extension_cls=FAULTY_WORKER) as engine:
             for seed, asked in here:
-                arms.append((arm.perform(engine, drafting, asked, seed, progress), asked))
+                arms.append((engines.perform(engine, drafting, asked, seed, progress), asked))
                 progress("the arm", len(arms), len(jobs))
                 if any(drawn.ended is not None for drawn in arms[-1][0].drawn.values()):
                     break  # nothing more can be asked of this engine
@@ -136,12 +131,12 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
     found: list[tuple[Arm, dict[str, Any], list[Unsure]]] = []
     with open_engine(baseline_of(settings)) as engine:
         for one, asked in arms:
-            found.append((one, *plain.judge(engine, settings, asked, one, progress)))
+            found.append((one, *engines.judge(engine, settings, asked, one, progress)))
             progress("the plain engine", len(found), len(jobs))
     if any(unsure for _, _, unsure in found):
         # A budget of so many tokens, and one request: vLLM cuts no prompt that is alone by any other setting.
         with open_engine(baseline_of(settings), max_num_batched_tokens=int(cfg.k or 0) + 1, max_num_seqs=1) as engine:
-            plain.judge_together(engine, settings, wanted, found)
+            engines.judge_together(engine, settings, wanted, found)
     planted = [(asked.plant, one) for (_, asked), (_, one, _) in zip(arms, found, strict=True)]
     keys = Keys()
     document = concluded(planted, wanted) | {
@@ -158,15 +153,14 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         "planted": wanted.plant,
         "thorough": wanted.thorough,
         "batch_invariant": wanted.batch_invariant,
-        "tolerance": plain.tolerance_of(settings, wanted),
+        "tolerance": engines.tolerance_of(settings, wanted),
         "seconds": round(time.perf_counter() - start, 1),
     }
     return save(document, Path(cfg.results_dir))
 
 
 def _jobs(cfg: RunConfig, wanted: Wanted) -> list[tuple[int, Wanted]]:
-    """Each run's seed, and what it is to do. With every fault to be planted there are clean runs too, and those with a
-    fault have only the cases that tell faults apart."""
+    """Each run's seed, and what it is to do. With every fault to be planted there are clean runs, too."""
     seeds = [cfg.seed + number for number in range(wanted.repeat)]
     if wanted.plant != EVERY:
         return [(seed, wanted) for seed in seeds]
@@ -181,8 +175,7 @@ def telling(wanted: Wanted, kind: str) -> Wanted:
 
 
 def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) -> dict[str, Any]:
-    """One document of all runs, each with what was planted in it. Where every fault was planted, its verdict is that of
-    the clean runs, and a pass needs that each fault was named."""
+    """One document of all runs. Of all faults planted in turn, each must be named; the verdict is of the clean runs."""
     if wanted.plant != EVERY:
         return finished([one for _, one in found], wanted.batch_invariant)
     document = finished([one for kind, one in found if kind is None], wanted.batch_invariant)
@@ -200,8 +193,7 @@ def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) ->
 
 
 def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, Any]:
-    """The document of the worst of several runs, with the verdicts of all. A difference may have been judged again
-    since its case was: what is a near-tie when tokens come together is one."""
+    """The document of the worst of several runs, with all verdicts; differences may have been judged again since."""
     for document in found:
         for row in document["cases"]:
             kinds = [one.kind for one in row["differences"]]
@@ -218,8 +210,7 @@ def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, An
 
 
 def save(document: dict[str, Any], results: Path) -> dict[str, Any]:
-    """Write a document to `results`/verify, where reports look for the verdict of an arm; one of a planted fault says
-    so in its name. Returns the document with its `file`."""
+    """Write a document to `results`/verify, where reports look for an arm's verdict; names of planted faults differ."""
     run_id = new_run_id()
     name = document["arm_key"] if document["planted"] in (None, EVERY) else f"planted-{document['planted']}"
     file = results / quality.VERDICTS / f"{name}-{run_id}.json"

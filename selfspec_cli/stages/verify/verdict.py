@@ -1,7 +1,5 @@
 """What a run of `selfspec verify` found, its verdict, and which kind of fault the evidence points to. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +9,7 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 LOSSLESS, NEAR_TIES, NOT_SHOWN, FAULT = "lossless", "near-ties only", "not shown", "fault"
 BEST_FIRST = (LOSSLESS, NEAR_TIES, NOT_SHOWN, FAULT)
 PASSING = (LOSSLESS, NEAR_TIES)
-ENDED = "engine ended"
-"""Of a way to sample: the engine that drafts ended with an error."""
+ENDED = "engine ended"  # of a way to sample: the engine that drafts ended with an error
 
 KINDS = {
     "kv_slot": "a draft corrupts keys or values of tokens that count",
@@ -63,8 +60,7 @@ def suspect(document: Mapping[str, Any]) -> str | None:
 
 
 def decide(document: Mapping[str, Any]) -> tuple[str, str]:
-    """(verdict, why) of a run. A pass needs that the planted faults were caught, that drafts were made and some
-    accepted, and that no case was left open."""
+    """(verdict, why) of a run. A pass needs that planted faults were caught, drafts accepted, and no case left open."""
     missed = [name for name, proof in document["proof"].items() if not proof["caught"]]
     kind = suspect(document)
     if ended := [row for row in document["sampling"] if row["verdict"] == ENDED]:
@@ -93,12 +89,10 @@ def decide(document: Mapping[str, Any]) -> tuple[str, str]:
 def case_row(
     kinds: Sequence[str], compared: int, unlike_scores: int, plain: Mapping[str, int], batch_invariant: bool
 ) -> tuple[str, str | None]:
-    """(verdict, note) of a greedy case.
-
-    kinds: near-tie or fault, of each of the `compared` requests that differs; in batch-invariant mode a near-tie is
-    wrong too. unlike_scores: requests with other log-probabilities. plain: of how many outputs (compared) the plain
-    engine does not repeat how many with other neighbours (differ), and how many of these are near-ties (near_ties).
-    """
+    """(verdict, note) of a greedy case. kinds: near-tie or fault, of each of the `compared` requests that differs; in
+    batch-invariant mode a near-tie is wrong too. unlike_scores: requests with other log-probabilities. plain: of how
+    many outputs (compared) the plain engine does not repeat how many (differ), how many of them near-ties
+    (near_ties)."""
     wrong = len(kinds) if batch_invariant else sum(kind == "fault" for kind in kinds)
     plain_wrong = plain["differ"] - (0 if batch_invariant else plain["near_ties"])
     if wrong and plain_wrong and not surely_more(wrong, compared, plain_wrong, plain["compared"]):
@@ -114,12 +108,10 @@ def case_row(
 
 
 def not_invariant(differ: int, turned: int, compared: int, together: Mapping[str, int], k: int) -> str | None:
-    """Why differences of a case in batch-invariant mode are vLLM's own; None where they may be the arm's.
-
-    differ: outputs of `compared` that differ, `turned` of them where the plain engine itself chooses the arm's token
-    when it is asked again. together: how many of the plain engine's own outputs of the case (differ, of compared) it
-    would not choose when tokens come k + 1 at a time, as a verify pass brings them. In this mode both must be none.
-    """
+    """Why differences of a case in batch-invariant mode are vLLM's own; None where they may be the arm's. differ:
+    outputs of `compared` that differ, `turned` of them where the plain engine chooses the arm's token when asked again.
+    together: how many of its own outputs (differ, of compared) it would not choose when tokens come k + 1 at a time. In
+    this mode both must be none."""
     if turned == differ:
         return f"{PLAIN_DIFFERS}: asked again for the same {differ} prefixes, it chooses the arm's tokens"
     seen = max((turned, compared), (together["differ"], together["compared"]), key=lambda one: one[0] / max(one[1], 1))
@@ -141,11 +133,9 @@ def surely_more(ours: int, of_ours: int, plain: int, of_plain: int) -> bool:
 
 
 def own_drafts(alone: VerifyCounts, company: VerifyCounts, exact: bool) -> dict[str, Any]:
-    """Whether a request is drafted for alike alone and in company: accepted tokens a round of the same requests.
-
-    exact: arithmetic does not depend on the batch, so that the two are equal but for single rounds. Otherwise outputs
-    may part at near-ties and go on differently, so that the rates differ as those of other texts would.
-    """
+    """Whether a request is drafted for alike alone and in company: accepted tokens a round of the same requests. exact:
+    arithmetic does not depend on the batch, so that the two are equal but for single rounds; else rates may differ as
+    of other texts."""
     (rate, variance), (other, other_variance) = _rate(alone), _rate(company)
     bound = 0.05 * rate + 0.01 if exact else max(0.15 * rate, 3 * math.sqrt(variance + other_variance))
     return {"alone": round(rate, 4), "company": round(other, 4), "verdict": FAULT if rate - other > bound else "same"}

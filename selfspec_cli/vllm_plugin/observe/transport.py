@@ -115,10 +115,12 @@ def send(original: Function, self: Any, scheduler_output: Any, model_runner_outp
     outputs = original(self, scheduler_output, model_runner_output)
     totals = getattr(model_runner_output, ATTRIBUTE, None)
     learn_from_step(self, scheduler_output, totals, began)
+    # The scheduler's own numbers wait for the worker's, or for the last request: steps are to cost nothing.
+    if totals is None and self.requests:
+        return outputs
     found = (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
     news, stats = _news_of(self), next(found, None)
-    # The scheduler's own numbers wait for the worker's, or for the last request: steps are to cost nothing.
-    if news is not None and stats is not None and (totals is not None or not self.requests):
+    if news is not None and stats is not None:
         planner, totals = planner_of(self), totals or {}
         if planner is not None:
             totals = totals | flat(planner.landed())

@@ -16,6 +16,8 @@ import torch
 from selfspec_cli.vllm_plugin.v2.scheduling import CHOICE
 from selfspec_cli.vllm_plugin.wrap import around
 
+NOTHING = torch.empty(0, 0)
+
 
 @around
 def tell_speculator(original: Callable[..., None], self: Any, scheduler_output: Any) -> None:
@@ -44,7 +46,7 @@ def leave_out_drafting(original: Callable[..., Any], self: Any, *args: Any, **kw
     if step is None or not _drafting_is_disabled(self, step):
         return original(self, *args, **kwargs)
     # What a scheduler that asks for drafts gets: none, of these requests.
-    self.draft_tokens_handler.set_draft_tokens(step.input_batch, torch.empty(0, 0))
+    self.draft_tokens_handler.set_draft_tokens(step.input_batch, NOTHING)
     kept = self.speculator, self.num_speculative_steps
     self.speculator, self.num_speculative_steps = None, 0
     try:

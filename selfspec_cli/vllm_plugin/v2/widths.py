@@ -146,7 +146,7 @@ class WidthPlanner:
         if last is not None and last[1] == batch_size(load) and load > len(output.scheduled_new_reqs):
             seconds, prompt = now - last[0], output.total_num_scheduled_tokens - load - sum(lengths)
             self._seconds = self._seconds if prompt else seconds
-            self.rule.stepped(load, width, seconds, prompt, stood / load)
+            self.rule.stepped(load, width, seconds, prompt, stood / load, self.in_force)
 
     def _decoding(self, scheduled: Mapping[str, int]) -> int:
         """Requests that are past their prefill, known by their few tokens: exact but for the end of a long prompt."""

@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 PLACE = Path(os.environ.get("FAKE_WORKER", ""))
 
@@ -37,21 +37,16 @@ def bench(cfg, engine, progress):
     return measured(*((100.0, 101.0, 99.0) if cfg.method == "baseline" else (150.0, 151.0, 149.0)))
 
 
-class Engine:
-    def set_gate(self, kind, threshold):
-        pass
-
-
 @contextmanager
 def open_engine(cfg):
-    yield Engine()
+    yield SimpleNamespace(set_gate=lambda *_: None)
 
 
 if "selfspec_cli.stages.launch.worker" in sys.orig_argv:
     # In place of the modules themselves, whose import of PyTorch takes longer than all that a worker does here.
     of_worker = {
         "engine.live": {"open_engine": open_engine, "fork_engines": lambda cfg: None},
-        "stages.bench": {"run": bench},
+        "stages.measure": {"bench": bench},
     }
     for name, functions in of_worker.items():
         module = sys.modules[f"selfspec_cli.{name}"] = ModuleType(f"selfspec_cli.{name}")

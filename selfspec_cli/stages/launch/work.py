@@ -1,7 +1,7 @@
-"""A plan, cut into units that different workers can measure, and the worker process of a unit.
+"""A plan, cut into units that different workers can measure; and the supervisor of a unit's worker.
 
 A unit is some engines of one family with all their points, and the family's baselines, which are measured again in each
-unit: a candidate is only compared with a baseline of the same GPU.
+unit: a candidate is only compared with a baseline of the same GPU. No two workers of a host share a GPU or a core.
 """
 
 import json
@@ -25,16 +25,72 @@ from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.stages.plan import Family, Planned
 from selfspec_cli.terminal import last_lines
 
-ENDS = ".point.json"
-"""Ends the name of a file in which a worker leaves a point."""
+CORES = "SELFSPEC_CORES"  # environment variable of a worker: the cores that it may use, separated by commas
+A_WORKER = 2  # cores that an engine on the CPU needs
+
+
+def free(cfg: RunConfig) -> list[str]:
+    """What workers on this host can be given: its idle pairs of cores, such as "0,1", or its GPUs."""
+    if device_of(cfg) == "cpu":
+        return [",".join(map(str, pair)) for pair in free_pairs(own_cores(), os.getloadavg()[0])]
+    return gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus()))
+
+
+def environment(cfg: RunConfig, held: Sequence[str]) -> dict[str, str]:
+    """Environment variables of a worker that holds some of `free`; of one that has what Slurm gives it, without any."""
+    if device_of(cfg) != "cpu":
+        return of_gpus(held) if held else {}
+    cores = held[0].split(",") if held else []
+    return ({CORES: held[0]} if held else {}) | {"OMP_NUM_THREADS": str(len(cores) or A_WORKER)}
+
+
+def free_pairs(cores: Sequence[int], load: float) -> list[list[int]]:
+    """The cores in pairs, as many pairs as are idle; at least one. load: processes that run now."""
+    pairs = [list(cores[start : start + A_WORKER]) for start in range(0, len(cores) - A_WORKER + 1, A_WORKER)]
+    idle = int(max(len(cores) - load, 0)) // A_WORKER
+    return pairs[: max(idle, 1)] or [list(cores)]
+
+
+def own_cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def gpu_numbers(visible: str | None, count: int) -> list[str]:
+    """What to write into CUDA_VISIBLE_DEVICES for each GPU. visible: the variable as it is; count: GPUs of the host."""
+    return visible.split(",") if visible else [str(number) for number in range(count)]
+
+
+def of_gpus(numbers: Sequence[str]) -> dict[str, str]:
+    """Environment variables of a worker that has these GPUs: which they are, and the cores next to the first."""
+    near = near_cores(numbers[0])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(numbers)} | ({CORES: ",".join(map(str, near))} if near else {})
+
+
+def near_cores(gpu: str) -> list[int]:
+    """This process' cores on the NUMA node of a GPU; empty where nothing says, or it has none of them."""
+    try:
+        ((bus,),) = machine.asked_of_gpus("pci.bus_id", f"--id={gpu}")
+        words = Path(f"/sys/bus/pci/devices/{bus[-12:].lower()}/local_cpulist").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return []
+    own = set(own_cores())  # taskset or a batch system may have given this process fewer
+    near = []
+    for part in filter(None, words.split(",")):
+        low, _, high = part.partition("-")
+        near += [core for core in range(int(low), int(high or low) + 1) if core in own]
+    return near
+
+
+ENDS = ".point.json"  # ends the name of a file in which a worker leaves a point
 POLL = 0.1  # seconds between two looks at the spool
 SHOWN = 3  # last lines of a worker's output that its end is explained with
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker measures, in this order. name: of its folder and log, unique in a command. ends: no point is
-    begun later (seconds since 1970)."""
+    """What one worker measures, in this order. name: unique in a command. ends: no point is begun later (epoch
+    seconds)."""
 
     name: str
     points: tuple[Planned, ...]
@@ -47,7 +103,7 @@ class Unit:
 
     @property
     def devices(self) -> int:
-        """What of `devices.free` it takes: a pair of cores, or its GPUs."""
+        """What of `free` it takes: a pair of cores, or its GPUs."""
         return 1 if device_of(self.points[0].cfg) == "cpu" else self.gpus
 
 
@@ -62,8 +118,8 @@ def description(unit: Unit, run_id: str) -> dict[str, Any]:
 
 def keys_of(document: Mapping[str, Any], cfgs: Sequence[RunConfig]) -> dict[str, str]:
     """By the key that a worker's own machine gives a point: the plan's key, where both mean the same point. They differ
-    by the device alone where a worker has fewer cores of the driver's processor, and where the driver has no GPU, as on
-    a cluster's login node. Under its own key the point would be measured again by the next command."""
+    by the device alone where a worker has fewer cores, or the driver has no GPU (a login node). Under its own key the
+    point would be measured again by the next command."""
     keys, found = Keys(), {}
     same_versions = document["versions"] == _deciding(machine.versions())
     for cfg, planned in zip(cfgs, document["points"], strict=True):
@@ -79,9 +135,8 @@ def _deciding(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def cut(families: Sequence[Family], workers: int, ends: float | None = None) -> list[Unit]:
-    """Units for `workers` workers, the largest first, so that the last ones to end are small. A family gets as many
-    units as it has a share of all engines, and at least one. Its groups of points are dealt out, each to the unit that
-    has the fewest points so far."""
+    """Units for `workers` workers, the largest first. A family gets its share of units, and at least one; its groups of
+    points are dealt out, each to the unit that has the fewest points so far."""
     engines = sum(max(len(family.groups), 1) for family in families)
     made: list[tuple[Planned, ...]] = []
     for family in families:
@@ -126,12 +181,10 @@ def points_of(
     log: str | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str | Ended]:
-    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last. It has a process
-    group of its own, which is killed when the iterator is closed or an exception ends it.
-
-    document: `description` of a unit. environment: variables on top of this process's own. log: file to which the
-    worker's output is appended; a temporary one if None. stopped: once it says yes, the worker is killed.
-    """
+    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last. Its process group
+    is killed when the iterator is closed. document: `description` of a unit. environment: variables on top of this
+    process's own. log: where the worker's output is appended; a temporary file if None. stopped: once it says yes, the
+    worker is killed."""
     with tempfile.TemporaryDirectory(prefix="selfspec-unit-") as place:
         spool = Path(place)
         file, output = spool / "unit.json", Path(log) if log else spool / "log"

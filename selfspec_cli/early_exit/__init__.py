@@ -12,7 +12,7 @@
     errors.py         the one error for settings, and the nearest right spelling
     sprint_aliases.py the first sprint's words as today's settings
 
-    registries (no torch): objects by name, one a module, and other packages' entry points (registry.py)
+    registries (no torch): objects by name, and other packages' entry points (registry.py)
     gates/            rule, statistic, device expression, help, colour
     heads/            kinds of exit heads; head_spec.py: which head a short name means
     draft_weights/    the weights that a draft runs on

@@ -14,8 +14,7 @@ import torch
 from scripts import importable
 from torch import nn
 
-from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
-from selfspec_cli.early_exit.draft_weights.integers import integers
+from selfspec_cli.early_exit.draft_weights.integers import INT4, integers
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
 from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, built, chunks
@@ -60,7 +59,7 @@ def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, s
 
 
 def test_records_have_two_columns_in_a_byte_as_lanes_multiply_them():
-    copy = WEIGHTS.quantise(torch.randn(32, 128))
+    copy = INT4.quantise(torch.randn(32, 128))
     words = unshifted(records(copy))[..., :512].view(2, 2, 8, 4, 2, 2, 4)  # tile, group, row, t, part, below, byte
     integers_ = integers(copy, 4)
     for tile, group, row, t, part, below, byte in torch.cartesian_prod(*map(torch.arange, words.shape)).tolist():
@@ -378,7 +377,7 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read(monkeypatc
 def copied_layer(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, shared: bool = True) -> Any:
     monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: SimpleNamespace(prepare=dict))
     layer: Any = nn.Module()
-    layer.copy_of_weight = CopiedWeight(WEIGHTS, weight, shared)
+    layer.copy_of_weight = CopiedWeight(INT4, weight, shared)
     return layer
 
 

@@ -1,7 +1,7 @@
 """Kinds of context that a draft may attend to, by the name that users write in `draft_context=`.
 
-One module a kind, with one object `CONTEXT` of class `base.DraftContext`; other packages add theirs by entry points of
-the group "selfspec.contexts". Importable without torch. The verify pass attends to everything whatever a draft does.
+Objects of class `base.DraftContext` in the modules here; other packages add theirs by entry points of the group
+"selfspec.contexts". Importable without torch. The verify pass attends to everything whatever a draft does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.registry import Registry
 
 CONTEXTS = Registry(
-    "draft_context", DraftContext, "selfspec_cli.early_exit.contexts", "CONTEXT", "selfspec.contexts", first="full"
+    "draft_context", DraftContext, "selfspec_cli.early_exit.contexts", "selfspec.contexts", first="full"
 )
 FULL, AUTO = "full", "auto"
 SETTING = "draft_context"

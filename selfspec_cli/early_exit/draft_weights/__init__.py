@@ -1,7 +1,7 @@
 """Kinds of weights that a draft may run on, by the name that users write in `draft_weights=`.
 
-One module a kind, with one object `WEIGHTS` of class `base.DraftWeights`; other packages add theirs by entry points of
-the group "selfspec.draft_weights". Importable without torch.
+Objects of class `base.DraftWeights` in the modules here; other packages add theirs by entry points of the group
+"selfspec.draft_weights". Importable without torch.
 """
 
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
@@ -12,7 +12,6 @@ DRAFT_WEIGHTS = Registry(
     "draft_weights",
     DraftWeights,
     "selfspec_cli.early_exit.draft_weights",
-    "WEIGHTS",
     "selfspec.draft_weights",
     first="shared",
 )

@@ -60,4 +60,4 @@ class E4m3(DraftWeights):
         return super().reason_against(facts)
 
 
-WEIGHTS = E4m3()
+FP8 = E4m3()

@@ -109,6 +109,9 @@ class Integers(DraftWeights):
         return scale, q
 
 
+INT4, INT8 = Integers(4), Integers(8)
+
+
 def _no_groups(length: int) -> str:
     return f"a weight has rows of {length} values (on each tensor-parallel rank), and a group has {GROUP}"
 

@@ -1,4 +1,4 @@
-"""Gates: after each draft step, is the draft worth continuing? One gate is one object `GATE` in one module here.
+"""Gates: after each draft step, is the draft worth continuing? Objects of class `base.Gate` in the modules here.
 
 A gate compares one statistic of the draft distribution with a threshold. It never changes the output, only the cost:
 the full model verifies whatever was drafted. Other packages add gates by entry points of the group `selfspec.gates`.
@@ -18,7 +18,7 @@ from selfspec_cli.early_exit.registry import Registry
 
 __all__ = ["GATES", "Gate", "Rule", "check_threshold", "device_features", "features", "number", "require_device"]
 
-GATES = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "selfspec.gates", first="none")
+GATES = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "selfspec.gates", first="none")
 """Every gate by the name that users write."""
 
 

@@ -1,22 +1,20 @@
 """Everything that touches vLLM's internals. Runs in vLLM's own processes; knows `early_exit` and nothing above itself.
 
-detection.py      is early exit asked for? The only code that runs in a plain engine, with hooks.py around vLLM's names
-patches.py        which names of vLLM are replaced, and why (data); compat.py replaces them
-subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners; overrides.py: how an engine
-                  gets them, wrap.py: how each is written
+hooks.py          is early exit asked for? The only code that runs in a plain engine
+patches.py        which names of vLLM are replaced, and why, and how
+subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners, and how an engine gets them;
+                  wrap.py: how each is written
 vllm_names.py     the names of vLLM that are imported
 releases/         the supported releases, how they differ, and which is installed; seams.toml is all that is used of
                   vLLM, and admission.py looks for it in the source (source.py) of an untried release
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings;
-                  target_facts.py: the target and this machine, for the choice of what drafts; described.py: the log;
-                  strict.py: warnings become errors
+                  target_facts.py: the target and this machine, for the choice of what drafts; described.py: the log
 refusals.py       what early exit cannot do, refused by name before an engine starts
 compile_cache.py  what was compiled once is found again
 interpreted.py    the V2 model runner on a CPU, in Triton's interpreter, for tests
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
-trunk.py          the draft: a view of the target with some of its layers; shared weights, no copy unless asked for
+trunk.py          the draft: a view of the target with some of its layers, and the positions of its steps
 exit_head.py      an exit head bound to the loaded model; live_gate.py: the gate of a running engine
-rope.py           positions of a draft step where the model counts them in several dimensions (M-RoPE)
 attention/        drafting.py: the draft's attention in place of vLLM's; one_query.py: the kernel for it
 contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 fused_step/       all decoder layers of a draft step as one kernel: models.py says of which models, drafting.py runs it,
@@ -49,9 +47,9 @@ def register() -> None:
     used is there, and refused with what moved if it is not.
     """
     try:
-        from selfspec_cli.vllm_plugin import compat
+        from selfspec_cli.vllm_plugin import patches
 
-        compat.register()
+        patches.register()
     except Exception as error:  # a damaged installation of selfspec must not take vLLM down
         import logging
 

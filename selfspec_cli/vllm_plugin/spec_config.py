@@ -22,10 +22,9 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings, flat_head_warning, warnings_for
 from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
-from selfspec_cli.vllm_plugin import compile_cache, overrides, refusals, releases
+from selfspec_cli.vllm_plugin import compile_cache, refusals, releases, subclasses
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
-from selfspec_cli.vllm_plugin.strict import set_strict
+from selfspec_cli.vllm_plugin.hooks import COLLECT_KEY, SETTINGS_KEY
 from selfspec_cli.vllm_plugin.target_facts import target_of
 
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
@@ -62,7 +61,7 @@ def understand_layer_skip(
     """What `EngineArgs.create_speculative_config` makes of a request for early exit. original: vLLM's own method. The
     arguments that it is given stay as they are."""
     set_strict(False)  # an engine before this one in the process may have been strict
-    overrides.name_in(self, target_parallel_config)
+    subclasses.name_in(self, target_parallel_config)
     spec = _spec_of(self)
     spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
     if spec["method"] not in METHODS:
@@ -185,3 +184,26 @@ def _draft_is_target(config: vllm.SpeculativeConfig, target: vllm.ModelConfig) -
     config.draft_model_config = copy.copy(target)
     config.draft_model_config.runner_type = "draft"
     config.draft_tensor_parallel_size = config.target_parallel_config.tensor_parallel_size
+
+
+LOGGER = "vllm.selfspec"
+"""Below vLLM's own logger; every warning of this package in an engine's processes goes through it."""
+OF_CLIENTS = ("requests",)
+"""Modules that warn of what one client sent, which never ends an engine."""
+
+
+def _refuse(record: logging.LogRecord) -> bool:
+    """A filter that raises SettingsError in place of a warning, but for what is of a client."""
+    if record.levelno >= logging.WARNING and record.module not in OF_CLIENTS:
+        raise SettingsError(f"strict = True, and early exit warns: {record.getMessage()}")
+    return True
+
+
+def set_strict(on: bool) -> None:
+    """Of the engine that this process is about to make, or to be a worker of."""
+    logger = logging.getLogger(LOGGER)
+    if on == (_refuse in logger.filters):
+        return
+    (logger.addFilter if on else logger.removeFilter)(_refuse)
+    # A filter sees no more than the level lets through, and VLLM_LOGGING_LEVEL may keep warnings out of the log.
+    logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING) if on else logging.NOTSET)

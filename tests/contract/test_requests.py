@@ -17,8 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.gateway.continuation import Answer, Way, by_ids
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
-from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
-from selfspec_cli.vllm_plugin.hooks import answer_streamed_input, check_requests
+from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, answer_streamed_input, check_requests
 from selfspec_cli.vllm_plugin.v2.round_setup import Ending
 
 pytestmark = pytest.mark.contract

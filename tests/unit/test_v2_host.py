@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from selfspec_cli.early_exit.gates import GATES, device_features
-from selfspec_cli.vllm_plugin.overrides import overriding
+from selfspec_cli.vllm_plugin.subclasses import overriding
 from selfspec_cli.vllm_plugin.v2.recorder import DeviceRecorder
 from selfspec_cli.vllm_plugin.v2.sampler import with_short_drafts
 

@@ -11,8 +11,7 @@ from selfspec_cli.early_exit.counters import JUDGED, REASONS, STOOD
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.observe.transport import take_out
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.strict import LOGGER
+from selfspec_cli.vllm_plugin.spec_config import LOGGER, settings_of
 from selfspec_cli.vllm_plugin.vllm_names import (
     AggregateStatLoggerBase,
     PrometheusStatLogger,

@@ -19,8 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from selfspec_cli.early_exit.counters import Snapshot
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.strict import LOGGER
+from selfspec_cli.vllm_plugin.spec_config import LOGGER, settings_of
 from selfspec_cli.vllm_plugin.v2.scheduling import learn_from_step, planner_of
 from selfspec_cli.vllm_plugin.wrap import Function, around
 

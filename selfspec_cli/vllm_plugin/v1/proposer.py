@@ -28,10 +28,8 @@ from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
-from selfspec_cli.vllm_plugin.rope import DraftPositions
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
+from selfspec_cli.vllm_plugin.spec_config import set_strict, settings_of
+from selfspec_cli.vllm_plugin.trunk import DraftPositions, attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths, FreeDrafts, StepWorth
 from selfspec_cli.vllm_plugin.v1.processors import not_to_draft
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round

@@ -27,10 +27,8 @@ from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.decoder import place_of
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep, fused_step
-from selfspec_cli.vllm_plugin.rope import DraftPositions
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers, layer_maker
+from selfspec_cli.vllm_plugin.spec_config import set_strict, settings_of
+from selfspec_cli.vllm_plugin.trunk import DraftPositions, attention_names, first_layers, layer_maker
 from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
 from selfspec_cli.vllm_plugin.v2.graphs import manager_of
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep

@@ -15,8 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from selfspec_cli.early_exit.errors import HeadError, SettingsError
-from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.heads import HEADS, HeadSpec
 from selfspec_cli.early_exit.heads.base import HeadKind
 
 FORMAT = "selfspec-exit-head"

@@ -1,10 +1,11 @@
-"""A speculative_config as users write it -> the draft settings that an engine works with. Free of torch."""
+"""A speculative_config as users write it -> the draft settings that an engine works with; and what one request may ask,
+in vLLM's `extra_args` (over HTTP: `vllm_xargs`). Free of torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +19,7 @@ from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_file, read_metadata, spec_of
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.knobs import Option
-from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
+from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, Cell, LengthTable
 from selfspec_cli.early_exit.settings import (
     AUTO,
     DRAFT_LENGTH,
@@ -323,3 +324,50 @@ def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int
         f"scale had a perplexity of {FLAT_PERPLEXITY:,} over {FLAT_VOCABULARY:,} tokens (results/LOG.md, "
         "results/published/quality.jsonl.xz); fit it again with `selfspec fit-lsq`, which fits a scale"
     )
+
+
+# ---- one request's own -----------------------------------------------------------------------------------------------
+
+PREFIX = "selfspec_"
+K, THRESHOLD = REQUEST_KEYS = (f"{PREFIX}k", f"{PREFIX}threshold")
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """A request's own. k: most tokens a round, 0 for no drafts; threshold: of the engine's gate. None: the engine's."""
+
+    k: int | None = None
+    threshold: float | None = None
+
+    @classmethod
+    def of(cls, extra_args: Mapping[str, Any] | None, settings: ResolvedSettings) -> RequestSettings:
+        """A request's own settings. Keys that do not begin with `selfspec_` are somebody else's.
+
+        Raises SettingsError for an unknown key, a wrong type, or a value out of range.
+        """
+        given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(PREFIX)}
+        if not given:
+            return NOTHING
+        for key in given:
+            if key not in REQUEST_KEYS:
+                raise SettingsError(closest(key, REQUEST_KEYS, "request setting"))
+        k, threshold = given.get(K), given.get(THRESHOLD)
+        whole = isinstance(k, Integral) and not isinstance(k, bool)
+        if k is not None and not (whole and 0 <= int(k) <= settings.k):
+            raise SettingsError(
+                f"{K} = {k!r} is out of range; allowed: whole numbers from 0 (no drafts) to the "
+                f"engine's k, {settings.k}"
+            )
+        if threshold is not None:
+            threshold = check_threshold(settings.gate.kind, threshold, THRESHOLD)
+        return cls(None if k is None else int(k), threshold)
+
+
+NOTHING = RequestSettings()
+
+
+def switched_off_by(cell: Cell, own: RequestSettings) -> str | None:
+    """Which of `counters.REASONS` keeps a request from being drafted for: the table's entry before its own wish."""
+    if not cell.k:
+        return "context" if cell.context else "load"
+    return "request" if own.k == 0 else None

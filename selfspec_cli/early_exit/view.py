@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec_cli.early_exit.contexts import SETTING, Context, context_of, own_keys
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import HeadSpec
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.settings import DraftSettings

@@ -26,13 +26,13 @@ weights/          what a draft step multiplies by. shared.py: the target's modul
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
                   lengths.py: how long each is drafted for; sampling.py: how it samples; processors.py: which requests
-                  draft nothing, such as those with min_p; thinking.py: thinking budgets
+                  draft nothing, such as those with min_p or a thinking budget
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
-fitting/          collect.py takes hidden states off forward passes, solve.py solves, tests and times heads in the
-                  worker; moments.py looks at what linear layers see, and makes copies for it
-observe/          profiler.py names what a profiler shows, and starts one; gpu_meter.py says how busy a GPU was;
-                  step_bytes.py counts what is read, watch.py what must not happen while drafting; metrics.py adds to a
-                  server's /metrics what drafting counted, transport.py takes it there
+fitting.py        takes hidden states off forward passes, solves and tests heads in the worker; looks at what linear
+                  layers see, and makes copies for it
+observe/          profiler.py names what a profiler shows, starts one, and says how busy a GPU was; step_bytes.py counts
+                  what is read, watch.py what must not happen while drafting; metrics.py adds to a server's /metrics
+                  what drafting counted, transport.py takes it there
 planted/          faults that `selfspec verify` plants in each of its runs, to show that it finds them: worker.py is
                   that engine's worker, v1.py and v2.py the faults on each runner; wrap.py puts them in and out
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory

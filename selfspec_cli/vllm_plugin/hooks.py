@@ -158,7 +158,7 @@ def capture_every_width(original: Function, self: Any, *args: Any, **kwargs: Any
     if not carried_by(self):
         return original(self, *args, **kwargs)
     from selfspec_cli.vllm_plugin.compile_cache import remember_plain_sizes
-    from selfspec_cli.vllm_plugin.v2.sizes import capture_larger_steps
+    from selfspec_cli.vllm_plugin.v2.widths import capture_larger_steps
 
     if self.speculative_config is not None:
         remember_plain_sizes(self, original)

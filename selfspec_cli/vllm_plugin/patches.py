@@ -131,7 +131,7 @@ CHANGES = {
     f"{_GPU}.model_runner:GPUModelRunner.__class__": "subclasses.py: a subclass of what the worker made, of either "
     "model runner, which vLLM has no way to name",
     "vllm.v1.engine.core:EngineCore.early_exit_reader": "v2/step_order.py: an engine has one order of steps",
-    f"{_GPU}.states:RequestState.early_exit_lengths": "v2/sampler.py: the sampler must know what was drafted",
+    f"{_GPU}.states:RequestState.early_exit_lengths": "v2/runner.py: the sampler must know what was drafted",
     f"{_GPU}.buffer_utils:StagedWriteTensor.gpu": "v2/draft_loop.py, on a GPU: prompt lookup reads the tokens of all "
     "requests in the device's memory",
     f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager._capture_descs": ""
@@ -142,7 +142,7 @@ CHANGES = {
     "vllm.v1.metrics.loggers:StatLoggerManager.stat_loggers": "observe/metrics.py: one logger more",
     "torch.nn:Module.load_weights": "weights/copied.py: new weights make copies of the old ones stale",
     "torch.nn:Module.compute_logits": "trunk.py, for method `skip`: the model ends after E layers",
-    "torch.nn:Module.early_exit_tap": "fitting/collect.py, to fit heads: hidden states are collected",
+    "torch.nn:Module.early_exit_tap": "fitting.py, to fit heads: hidden states are collected",
     "vllm:*": "observe/profiler.py, observe/watch.py: methods in named ranges, or counted, until a command ends",
 }
 """What a live object of vLLM's has otherwise than in a plain engine, and is neither a patch nor an attribute of our own

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
-from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.resolved import NOTHING, RequestSettings, ResolvedSettings
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 

@@ -25,7 +25,7 @@ from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
 from selfspec_cli.vllm_plugin import compile_cache, refusals, releases, subclasses
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.hooks import COLLECT_KEY, SETTINGS_KEY
-from selfspec_cli.vllm_plugin.target_facts import target_of
+from selfspec_cli.vllm_plugin.target_facts import facts_of, target_of
 
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
@@ -85,8 +85,6 @@ def understand_layer_skip(
         refusals.refuse_adapters(self, target_model_config)
         refusals.refuse_gate(settings)
     if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
-        from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
-
         require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
         refusals.refuse_fitted_copies(settings.draft_weights_path, target_parallel_config.tensor_parallel_size)
     if settings.vocab != ResolvedSettings.vocab:  # before anything is loaded

@@ -129,8 +129,7 @@ def _with_runner(original: Callable[[Any], None], self: Any) -> None:
 def _of_v2_runner() -> Methods:
     from selfspec_cli.vllm_plugin.observe.transport import attach
     from selfspec_cli.vllm_plugin.trunk import after_loading
-    from selfspec_cli.vllm_plugin.v2.runner import leave_out_drafting, tell_speculator
-    from selfspec_cli.vllm_plugin.v2.sampler import with_short_draft_sampler
+    from selfspec_cli.vllm_plugin.v2.runner import leave_out_drafting, tell_speculator, with_short_draft_sampler
 
     return {
         "load_model": lambda original: with_short_draft_sampler(after_loading(original)),
@@ -142,8 +141,8 @@ def _of_v2_runner() -> Methods:
 def _of_v1_runner() -> Methods:
     from selfspec_cli.vllm_plugin.observe.transport import attach
     from selfspec_cli.vllm_plugin.trunk import after_loading
+    from selfspec_cli.vllm_plugin.v1.processors import follow_budgets
     from selfspec_cli.vllm_plugin.v1.sampling import keep_seeds_of_prompts
-    from selfspec_cli.vllm_plugin.v1.thinking import follow_budgets
 
     return {
         "load_model": after_loading,

@@ -220,7 +220,7 @@ def after_loading(original: Callable[..., None], self: Any, *args: Any, **kwargs
     if settings is not None and not settings.verify:
         _decode_with_first_layers(self.get_model(), settings, self.vllm_config)
     if layers:
-        from selfspec_cli.vllm_plugin.fitting.collect import Tap
+        from selfspec_cli.vllm_plugin.fitting import Tap
 
         Tap(self.get_model(), layers)
 

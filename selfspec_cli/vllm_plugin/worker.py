@@ -116,7 +116,7 @@ class EarlyExitWorker:
 
         from selfspec_cli.early_exit.draft_weights import require_draft_weights
         from selfspec_cli.early_exit.resolved import ResolvedSettings
-        from selfspec_cli.vllm_plugin.weights.copied import facts_of
+        from selfspec_cli.vllm_plugin.target_facts import facts_of
 
         drafter = self._early_exit_drafter_with("set_view", "it has no view to change")
         config = self.vllm_config.model_config
@@ -230,7 +230,7 @@ class EarlyExitWorker:
 
     def early_exit_meter_start(self) -> None:
         """Begin a measurement of the GPU; nothing on the CPU."""
-        from selfspec_cli.vllm_plugin.observe.gpu_meter import Meter
+        from selfspec_cli.vllm_plugin.observe.profiler import Meter
 
         self._early_exit_meter = Meter(self.device)  # type: ignore[attr-defined]
 
@@ -244,9 +244,9 @@ class EarlyExitWorker:
     # ---- fitting ------------------------------------------------------------------------------------------------
 
     def early_exit_collect(self, heads: list[str], plan: dict[str, Any]) -> None:
-        """Begin to collect for `heads` (short names); plan: `wanted` and `ridge` of `collect.Collector`."""
-        from selfspec_cli.early_exit.head_spec import HeadSpec
-        from selfspec_cli.vllm_plugin.fitting.collect import Collector
+        """Begin to collect for `heads` (short names); plan: `wanted` and `ridge` of `fitting.Collector`."""
+        from selfspec_cli.early_exit.heads import HeadSpec
+        from selfspec_cli.vllm_plugin.fitting import Collector
 
         tap, config = self.model_runner.get_model().early_exit_tap, self.vllm_config.model_config
         specs = tuple(map(HeadSpec.from_name, heads))
@@ -254,7 +254,7 @@ class EarlyExitWorker:
 
     def early_exit_observe(self, layers: list[int] | None = None) -> None:
         """Begin to collect what the linear layers of `layers` see (all of them: None), anew."""
-        from selfspec_cli.vllm_plugin.fitting.moments import Moments
+        from selfspec_cli.vllm_plugin.fitting import Moments
 
         before = getattr(self, "_early_exit_moments", None)
         if before is not None:
@@ -292,6 +292,6 @@ class EarlyExitWorker:
 
         about: what the metadata say of the data (corpus, versions). vocabularies: tag -> token ids.
         """
-        from selfspec_cli.vllm_plugin.fitting.solve import save_all
+        from selfspec_cli.vllm_plugin.fitting import save_all
 
         return save_all(self.model_runner.get_model(), self.vllm_config, folder, about, vocabularies)

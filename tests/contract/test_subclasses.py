@@ -24,7 +24,7 @@ from vllm_source import V1_RUNNER, V2_RUNNER, WORKER
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import patches, register, subclasses
 from selfspec_cli.vllm_plugin.subclasses import overriding, subclass_of
-from selfspec_cli.vllm_plugin.v2.sampler import with_short_draft_sampler
+from selfspec_cli.vllm_plugin.v2.runner import with_short_draft_sampler
 
 pytestmark = pytest.mark.contract
 

@@ -30,7 +30,7 @@ def facts(tmp_path, monkeypatch):
             if memory is not None:
                 gpu = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: memory)
                 patch.setattr(vllm_names, "current_platform", gpu)
-                patch.setattr("selfspec_cli.vllm_plugin.weights.copied.facts_of", lambda *_: None)
+                patch.setattr("selfspec_cli.vllm_plugin.target_facts.facts_of", lambda *_: None)
             return target_facts.target_of(args, model, parallel)
 
     return found

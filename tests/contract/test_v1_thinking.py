@@ -8,7 +8,7 @@ import torch
 from vllm.v1.sample import thinking_budget_state
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
-from selfspec_cli.vllm_plugin.v1.thinking import Budgets
+from selfspec_cli.vllm_plugin.v1.processors import Budgets
 
 pytestmark = pytest.mark.contract
 

@@ -26,7 +26,7 @@ import selfspec_cli
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.stages.verify import run as verifying
 from selfspec_cli.vllm_plugin import patches, trunk
-from selfspec_cli.vllm_plugin.weights.copied import facts_of
+from selfspec_cli.vllm_plugin.target_facts import facts_of
 from selfspec_cli.vllm_plugin.weights.shared import SharedLinear, multiplies_with_pytorch, on_own_weight
 
 pytestmark = pytest.mark.contract

@@ -3,7 +3,7 @@
 from typing import Any
 
 from selfspec_cli.vllm_plugin.v2.round_setup import Verdict
-from selfspec_cli.vllm_plugin.v2.tensors import GateRule, Limits, Matches, Progress, RoundInputs, Worth
+from selfspec_cli.vllm_plugin.v2.state import GateRule, Limits, Matches, Progress, RoundInputs, Worth
 
 WIDE = {
     "positions",

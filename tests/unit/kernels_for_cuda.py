@@ -77,9 +77,8 @@ def begin() -> None:
 
 
 def matching() -> None:
-    from selfspec_cli.vllm_plugin.v2.counting import _turn
     from selfspec_cli.vllm_plugin.v2.matches import _certain, _judge, _look_up
-    from selfspec_cli.vllm_plugin.v2.worth import _judge_confidence
+    from selfspec_cli.vllm_plugin.v2.worth import _judge_confidence, _turn
 
     types = of("*fp32", "statistics own") | of("*i64", "counts draft_tokens") | of("*i32", "num_sampled slots lengths")
     types |= {"cost": "fp32", "logits": "*bf16"}

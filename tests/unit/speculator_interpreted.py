@@ -27,8 +27,7 @@ from selfspec_cli.vllm_plugin.subclasses import overriding
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
-from selfspec_cli.vllm_plugin.v2.runner import tell_speculator
-from selfspec_cli.vllm_plugin.v2.sampler import with_short_drafts
+from selfspec_cli.vllm_plugin.v2.runner import tell_speculator, with_short_drafts
 
 K, VOCAB, REQUESTS = 4, 40, 3
 WINDOW, BLOCK = 16, 4  # tokens

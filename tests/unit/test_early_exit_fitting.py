@@ -7,16 +7,18 @@ import pytest
 import torch
 from exit_heads import lens_head
 
-from selfspec_cli.early_exit.equations import FitError, NormalEquations, _row_blocks
 from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.fitting import (
+    FitError,
+    NormalEquations,
+    _row_blocks,
     agreement,
     choose_ridge,
     fit_head,
     translator_target,
 )
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
-from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import HeadSpec
 
 LSQ, TRANSLATOR = HeadSpec("lsq"), HeadSpec("translator")
 N, HIDDEN, VOCAB = 300, 8, 13

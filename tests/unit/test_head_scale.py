@@ -10,11 +10,10 @@ from torch.nn import functional as F
 
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit.artifact import load_head, save_head, save_pt
-from selfspec_cli.early_exit.equations import FitError, NormalEquations
-from selfspec_cli.early_exit.fitting import fit_head, fit_scale, log_frequencies, scaled
+from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head, fit_scale, log_frequencies, scaled
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
-from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import HeadSpec
 from selfspec_cli.early_exit.resolved import FLAT_PERPLEXITY, FLAT_VOCABULARY, flat_head_warning
 from selfspec_cli.early_exit.settings import GateConfig, HeadConfig
 from selfspec_cli.stages import fit, preflight

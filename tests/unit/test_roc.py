@@ -14,7 +14,7 @@ from test_tune import Clock, FakeEngine
 from selfspec_cli.commands import configs
 from selfspec_cli.config import schema
 from selfspec_cli.config.schema import ConfigError, GateConfig, HeadConfig, ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.early_exit import roc as curves
+from selfspec_cli.early_exit import replay as curves
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.replay import Setting, replay
 from selfspec_cli.report import make as report

@@ -10,8 +10,8 @@ import torch
 
 from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.vllm_plugin.subclasses import overriding
-from selfspec_cli.vllm_plugin.v2.recorder import DeviceRecorder
-from selfspec_cli.vllm_plugin.v2.sampler import with_short_drafts
+from selfspec_cli.vllm_plugin.v2.runner import with_short_drafts
+from selfspec_cli.vllm_plugin.v2.state import DeviceRecorder
 
 
 def batch(verified, requests):
@@ -82,7 +82,7 @@ BEFORE = [9.0, 0.5, 9.0]  # what each gate's statistic was at the step before
 @pytest.fixture
 def of_statistics():
     pytest.importorskip("triton")
-    from selfspec_cli.vllm_plugin.v2 import statistics
+    from selfspec_cli.vllm_plugin.v2 import worth as statistics
 
     return statistics
 

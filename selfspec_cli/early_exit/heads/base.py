@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfspec_cli.early_exit.equations import FitReport, NormalEquations
+    from selfspec_cli.early_exit.fitting import FitReport, NormalEquations
 
 Shape = tuple[str | int, ...]
 """Sizes of a tensor: numbers, or "hidden", "rows" (V') and "rank"."""
@@ -30,7 +30,7 @@ class HeadKind:
     dense; the ridge shrinks such a head toward f(x) = 0); empty for a head that needs no fit. ranks, biases: whether
     there are heads of a lower rank, and heads with a constant term. rows: names of the weight [rows, hidden] and of the
     bias [rows] that take the place of the model's lm_head; empty for a head that uses that. examples: short names
-    (`head_spec`) that messages and completion offer.
+    (`heads.HeadSpec`) that messages and completion offer.
     """
 
     name: str

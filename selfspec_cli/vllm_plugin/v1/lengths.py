@@ -14,8 +14,7 @@ from torch import Tensor
 from selfspec_cli.early_exit import confidence
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.free_drafts import Matches
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
-from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.resolved import NOTHING, RequestSettings, ResolvedSettings, switched_off_by
 from selfspec_cli.early_exit.rule import WIDTHS, Choice, LengthRule, StepTimes
 from selfspec_cli.vllm_plugin.requests import own_settings
 

@@ -244,7 +244,7 @@ class _EarlyExit(DraftModelProposer):
         some_copied = any(proposals)
         for step in range(limit):
             last = step + 1 == limit
-            worth = self.worth if step or some_copied else None  # the first step is made, as in v2/counting._turn
+            worth = self.worth if step or some_copied else None  # the first step is made, as in v2/worth._turn
             if worth is not None and not worth.another_step(state.rows, self.lengths.choice):
                 self.counters.ended_early()
                 break

@@ -32,9 +32,8 @@ from selfspec_cli.vllm_plugin.trunk import DraftPositions, attention_names, firs
 from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
 from selfspec_cli.vllm_plugin.v2.graphs import manager_of
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
-from selfspec_cli.vllm_plugin.v2.sizes import widths
-from selfspec_cli.vllm_plugin.v2.state import DraftState
-from selfspec_cli.vllm_plugin.v2.tensors import Free
+from selfspec_cli.vllm_plugin.v2.state import DraftState, Free
+from selfspec_cli.vllm_plugin.v2.widths import widths
 from selfspec_cli.vllm_plugin.vllm_names import (
     BatchDescriptor,
     CUDAGraphMode,

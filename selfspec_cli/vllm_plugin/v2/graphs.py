@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, mixed_sizes, reach, widths
 from selfspec_cli.vllm_plugin.v2.step_times import Replay
+from selfspec_cli.vllm_plugin.v2.widths import decode_sizes, mixed_sizes, reach, widths
 from selfspec_cli.vllm_plugin.vllm_names import (
     AttentionCGSupport,
     CUDAGraphMode,

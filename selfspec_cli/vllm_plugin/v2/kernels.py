@@ -16,10 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.v2.counting import NAN_LOGITS, turn
 from selfspec_cli.vllm_plugin.v2.matches import take_over
-from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
-from selfspec_cli.vllm_plugin.v2.worth import still_stands
+from selfspec_cli.vllm_plugin.v2.worth import NAN_LOGITS, PADDED, WIDTH, statistics, still_stands, turn
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit import free_drafts
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-from selfspec_cli.vllm_plugin.v2.counting import FREE_ACCEPTED, FREE_DRAFTED, turn
+from selfspec_cli.vllm_plugin.v2.worth import FREE_ACCEPTED, FREE_DRAFTED, turn
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState

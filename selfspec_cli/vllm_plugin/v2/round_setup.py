@@ -16,11 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.length_table import LARGEST
-from selfspec_cli.early_exit.request_settings import RequestSettings
+from selfspec_cli.early_exit.resolved import RequestSettings
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-from selfspec_cli.vllm_plugin.v2.counting import ROUNDS, count_step
 from selfspec_cli.vllm_plugin.v2.matches import judge, look_up
-from selfspec_cli.vllm_plugin.v2.worth import join, judge_confidence
+from selfspec_cli.vllm_plugin.v2.worth import ROUNDS, count_step, join, judge_confidence
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState

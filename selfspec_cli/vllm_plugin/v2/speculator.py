@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.request_settings import NOTHING
+from selfspec_cli.early_exit.resolved import NOTHING
 from selfspec_cli.early_exit.settings import AUTO
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin import vllm_names as vllm
@@ -27,11 +27,10 @@ from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
 from selfspec_cli.vllm_plugin.v2.matches import certain
-from selfspec_cli.vllm_plugin.v2.recorder import DeviceRecorder
 from selfspec_cli.vllm_plugin.v2.round_setup import Ending, begin_round, take_in
-from selfspec_cli.vllm_plugin.v2.sampler import verify_no_more_than
+from selfspec_cli.vllm_plugin.v2.runner import verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.scheduling import planners_like
-from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DeviceRecorder, DraftState
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
 from selfspec_cli.vllm_plugin.vllm_names import dispatch_cg_and_sync_dp, init_logger, set_forward_context
@@ -186,7 +185,7 @@ class EarlyExitSpeculator(DraftLoop):
         num_speculative_tokens: most tokens drafted in this round; None: k. vLLM passes fewer if it chooses by batch
         size.
 
-        Returns: token ids, int64 [num_reqs, k], 0 at places without a draft (see sampler.py).
+        Returns: token ids, int64 [num_reqs, k], 0 at places without a draft (see runner.py).
         """
         if self._weights is not None and self._weights.stale:
             self.renew()

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
+from selfspec_cli.early_exit.draft_weights.base import DraftWeights
 from selfspec_cli.vllm_plugin.weights.shared import Make, shallow_copy, with_replaced
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
     from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.vllm_plugin.vllm_names import InductorPass, ModelConfig, ParallelConfig, VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import InductorPass, VllmConfig
 
 
 class Kernels(Protocol):
@@ -80,30 +80,6 @@ def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:
     if kind.kernels is None or device.type != "cuda":
         return None
     return cast(Kernels, importlib.import_module(kind.kernels))
-
-
-def facts_of(target: ModelConfig, parallel: ParallelConfig) -> WeightFacts:
-    """What `DraftWeights.reason_against` asks of the target that vLLM has configured, and of this machine."""
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
-    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    return WeightFacts(
-        device="cuda" if current_platform.is_cuda() else "cpu",
-        dtype=str(target.dtype).removeprefix("torch."),
-        quantization=target.quantization or "",
-        is_moe=target.is_moe,
-        expert_parallel=bool(parallel.enable_expert_parallel),
-        row_lengths=_row_lengths(target, parallel),
-        capability=None if capability is None else (capability.major, capability.minor),
-        device_name=current_platform.device_name,
-    )
-
-
-def _row_lengths(target: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Lengths of a rank's rows of weights that every layer has, as far as the config names them."""
-    config, ranks = target.hf_text_config, parallel.tensor_parallel_size
-    intermediate = None if target.is_moe else getattr(config, "intermediate_size", None)
-    return (int(target.get_hidden_size()), *([] if not isinstance(intermediate, int) else [intermediate // ranks]))
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from selfspec_cli.vllm_plugin.fused_step import launch as few_launch
 from selfspec_cli.vllm_plugin.fused_step import layout as few_layout
 from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
-from selfspec_cli.vllm_plugin.fused_step.wide import launch as many_launch
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as many_layout
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
@@ -104,7 +103,7 @@ def many(shape: Shape, blocks: int, most: int, lengths: list[int], warps: int | 
     """The kernel for 9 to 64 tokens."""
     build = many_layout.built(shape, blocks, most, warps=warps)
     stream = many_layout.Stream(build, CPU)
-    return case("many", shape, build, stream, lengths, many_launch.Arguments, tokens=len(lengths))
+    return case("many", shape, build, stream, lengths, few_launch.WideArguments, tokens=len(lengths))
 
 
 def few(shape: Shape, blocks: int, lengths: list[int]) -> Case:

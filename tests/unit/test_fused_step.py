@@ -17,10 +17,9 @@ from torch import nn
 from selfspec_cli.early_exit.draft_weights.integers import INT4, integers
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
-from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, built, chunks
+from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, Arguments, Build, WideArguments, built, chunks
 from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned, records, unshifted
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
-from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
@@ -129,10 +128,11 @@ def test_a_block_without_room_for_many_tokens_is_refused():
 
 def test_arguments_and_stamps_are_those_of_the_source():
     folder = files("selfspec_cli.vllm_plugin.fused_step")
-    source = "".join((folder / part).read_text() for part in wide.Build.parts)
-    body = re.search(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL).group(1)
-    names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body))
-    assert names == [name for name, *_ in Arguments._fields_]
+    for parts, arguments in ((Build.parts, Arguments), (wide.Build.parts, WideArguments)):
+        source = "".join((folder / part).read_text() for part in parts)
+        body = re.search(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL).group(1)
+        names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body))
+        assert names == [name for name, *_ in arguments._fields_]
     assert int(re.search(r"#define STAMPS_OF_LAYER (\d+)", source).group(1)) == len(wide.STAMPS)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin.fused_step.launch import check
+
 # Declared here because NVRTC brings no header for it; the driver resolves the call when it loads the module.
 _SET_CONDITION = rb"""
 extern "C" __device__ __cudart_builtin__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
@@ -36,7 +38,7 @@ def unavailable() -> str | None:
         from cuda.bindings import driver, nvrtc, runtime  # noqa: F401
     except ImportError as error:
         return f"cuda-bindings cannot be imported ({error})"
-    version = _check(runtime.cudaDriverGetVersion())
+    version = check(runtime.cudaDriverGetVersion())
     if version < _FIRST_VERSION:
         return f"the driver is for CUDA {version // 1000}.{version % 1000 // 10}; conditional graph nodes need 12.4"
     return None
@@ -85,36 +87,36 @@ class DeviceLoop:
         from cuda.bindings import runtime as rt
 
         outer = torch.cuda.current_stream().cuda_stream
-        _, _, graph, *_ = _check(rt.cudaStreamGetCaptureInfo(outer))
-        handle = _check(rt.cudaGraphConditionalHandleCreate(graph, 0, 0))
+        _, _, graph, *_ = check(rt.cudaStreamGetCaptureInfo(outer))
+        handle = check(rt.cudaGraphConditionalHandleCreate(graph, 0, 0))
         self._launch(handle, flag, outer)
-        _, _, _, before, edges, count = _check(rt.cudaStreamGetCaptureInfo(outer))
+        _, _, _, before, edges, count = check(rt.cudaStreamGetCaptureInfo(outer))
         node_params = rt.cudaGraphNodeParams()
         node_params.type = rt.cudaGraphNodeType.cudaGraphNodeTypeConditional
         node_params.conditional.handle = handle
         node_params.conditional.type = rt.cudaGraphConditionalNodeType.cudaGraphCondTypeWhile
         node_params.conditional.size = 1
-        node = _check(rt.cudaGraphAddNode(graph, before, edges, count, node_params))
+        node = check(rt.cudaGraphAddNode(graph, before, edges, count, node_params))
         inside = node_params.conditional.phGraph_out[0]
         # The capture goes on behind the loop.
         replace = rt.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
-        _check(rt.cudaStreamUpdateCaptureDependencies(outer, [node], None, 1, replace))
+        check(rt.cudaStreamUpdateCaptureDependencies(outer, [node], None, 1, replace))
         inner = self._stream.cuda_stream
         relaxed = rt.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
         # The capture of the body is another one than PyTorch's, whose memory pool would not know its allocations.
         with torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(self._stream):
-            _check(rt.cudaStreamBeginCaptureToGraph(inner, inside, None, None, 0, relaxed))
+            check(rt.cudaStreamBeginCaptureToGraph(inner, inside, None, None, 0, relaxed))
             try:
                 body()
                 self._launch(handle, flag, inner)
             finally:
-                _check(rt.cudaStreamEndCapture(inner))
+                check(rt.cudaStreamEndCapture(inner))
 
     def _launch(self, handle: Any, flag: Tensor, stream: int) -> None:
         from cuda.bindings import driver
 
         arguments = (int(handle), flag.data_ptr()), (ctypes.c_ulonglong, ctypes.c_void_p)
-        _check(driver.cuLaunchKernel(self._set_condition, 1, 1, 1, 1, 1, 1, 0, stream, arguments, 0))
+        check(driver.cuLaunchKernel(self._set_condition, 1, 1, 1, 1, 1, 1, 0, stream, arguments, 0))
 
 
 def _compile(device: torch.device) -> Any:
@@ -122,19 +124,11 @@ def _compile(device: torch.device) -> Any:
     from cuda.bindings import driver, nvrtc
 
     major, minor = torch.cuda.get_device_capability(device)
-    program = _check(nvrtc.nvrtcCreateProgram(_SET_CONDITION, b"set_condition.cu", 0, None, None))
+    program = check(nvrtc.nvrtcCreateProgram(_SET_CONDITION, b"set_condition.cu", 0, None, None))
     option = f"--gpu-architecture=sm_{major}{minor}".encode()
-    _check(nvrtc.nvrtcCompileProgram(program, 1, [option]))
-    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
-    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    check(nvrtc.nvrtcCompileProgram(program, 1, [option]))
+    code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, code))
     torch.cuda.current_stream(device).synchronize()  # a context must exist before a module is loaded into it
-    module = _check(driver.cuModuleLoadData(code))
-    return _check(driver.cuModuleGetFunction(module, b"set_condition"))
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda-bindings returned, without its status. Raises RuntimeError for any but success."""
-    status, *values = result
-    if int(status):
-        raise RuntimeError(f"CUDA: {getattr(status, 'name', status)}")
-    return values[0] if len(values) == 1 else tuple(values)
+    module = check(driver.cuModuleLoadData(code))
+    return check(driver.cuModuleGetFunction(module, b"set_condition"))

@@ -6,14 +6,13 @@ tiles of its rows.
 """
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Records, Shape, round_up
 
 SHARED = 232448  # bytes of shared memory that a block of a Hopper GPU can have
 WIDTHS = (16, 32, 48, 64)  # tokens that a kernel is compiled for, at most
@@ -132,7 +131,7 @@ class Build:
     def shared_bytes(self) -> int:
         """Shared memory of a block; memory.cu lays it out."""
         shape, owned, biased = self.shape, self.most_tiles("o"), self.most_tiles("qkv")
-        area = _round_up(max(self.sums, self.input_slots * self.input_slot), 128)
+        area = round_up(max(self.sums, self.input_slots * self.input_slot), 128)
         residual = owned * self.tokens * 64 + self.tokens * 4
         small = (2 * shape.layers + 1) * owned * 32 + shape.bias * shape.layers * biased * 32
         attention = self.items * (shape.dim * 4 + 48) + 16 * (shape.dim + 8) + 4 * shape.dim
@@ -144,7 +143,7 @@ class Build:
         """Memory through which blocks pass results to each other; memory.cu lays it out."""
         shape, n = self.shape, self.tokens
         attended = shape.query_heads * shape.dim
-        counters = _round_up(6 * 128 + n * shape.heads * 4, 128)
+        counters = round_up(6 * 128 + n * shape.heads * 4, 128)
         values = n * 2 * (shape.hidden + shape.qkv + attended + shape.intermediate)
         squares, sums = n * shape.tiles["o"] * 4, self.down_slices * n * shape.hidden * 4
         items = self.blocks * self.items * (shape.query_heads // shape.heads)
@@ -153,19 +152,8 @@ class Build:
     @property
     def options(self) -> list[str]:
         """Options of the compiler."""
-        shape = self.shape
         values = {
-            "LAYERS": shape.layers,
-            "HIDDEN": shape.hidden,
-            "INTER": shape.intermediate,
-            "QH": shape.query_heads,
-            "KVH": shape.heads,
-            "DIM": shape.dim,
-            "PAGE": shape.page,
-            "BIAS": int(shape.bias),
-            "QKNORM": int(shape.head_norms),
-            "ROPE_FLOAT": int(shape.rope_float),
-            "EPSILON": f"{shape.epsilon!r}f",
+            **self.shape.options,
             "TOKENS": self.tokens,
             "NB": self.blocks,
             "WARPS": self.warps,
@@ -186,10 +174,6 @@ class Build:
     def memory(self, device: torch.device) -> dict[str, Tensor]:
         """Tensors of the kernel's own, by the names of its arguments."""
         return {"memory": torch.zeros(self.memory_bytes, dtype=torch.uint8, device=device)}
-
-
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
 
 
 def built(
@@ -281,34 +265,16 @@ def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
     return rows, slices
 
 
-class Stream:
-    """All blocks' records. `put` layer after layer what `records` makes of the four weights."""
+class Stream(Records):
+    """All blocks' records."""
 
     def __init__(self, build: Build, device: torch.device) -> None:
-        shape, base = build.shape, 0
-        first: dict[str, int] = {}
-        for name in PHASES:
-            first[name], base = base, base + shape.groups[name] * shape.tiles[name]
+        shape = build.shape
 
-        def numbers(block: int) -> Iterable[Tensor]:
-            for name in PHASES:
-                tiles, groups = build.work(name, block)
-                columns = torch.arange(groups.start, groups.stop)[:, None]
-                yield (
-                    first[name] + torch.arange(tiles.start, tiles.stop)[None] * shape.groups[name] + columns
-                ).flatten()
+        def numbers(block: int, name: str) -> Tensor:
+            tiles, groups = build.work(name, block)
+            tile = torch.arange(tiles.start, tiles.stop)[None] * shape.groups[name]
+            return (shape.first[name] + tile + torch.arange(groups.start, groups.stop)[:, None]).flatten()
 
-        sources = [torch.cat(list(numbers(block))) for block in range(build.blocks)]
-        counts = torch.tensor([len(one) for one in sources])
-        starts = (torch.cumsum(counts, 0) - counts) * shape.layers
-        self.offsets = (starts * RECORD).to(device)
-        self._source = torch.cat(sources).to(device)
-        inside = [start + torch.arange(count) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
-        self._places = torch.cat(inside).to(device)
-        self._step = torch.repeat_interleave(counts, counts).to(device)
-        self.records = torch.zeros(int(counts.sum()) * shape.layers, RECORD, dtype=torch.uint8, device=device)
-
-    def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
-        """weights: records of each of PHASES, [tiles, groups, 544]; of gate and up those of `gate_and_up`."""
-        all_records = torch.cat([weights[name].flatten(0, 1) for name in PHASES])
-        self.records[self._places + layer * self._step] = all_records[self._source]
+        sources = [torch.cat([numbers(block, name) for name in PHASES]) for block in range(build.blocks)]
+        super().__init__(shape.layers, sources, device)

@@ -12,10 +12,9 @@ draft vocabulary, are filled anew in place, because CUDA graphs hold their addre
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -23,12 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.weights.shared import Make, shallow_copy, with_replaced
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
     from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.vllm_plugin.vllm_names import InductorPass, VllmConfig
 
 
 class Kernels(Protocol):
@@ -60,7 +60,7 @@ class Kernels(Protocol):
     def activation(self, module: nn.Module, name: str) -> nn.Module | None:
         """What stands in for a part of a layer that is an activation; None to leave it, and for all other parts."""
 
-    def graph_pass(self) -> InductorPass | None:
+    def graph_pass(self) -> vllm.InductorPass | None:
         """A pass over the graphs of the compiled layers, before vLLM lowers operators of its own; None: no pass."""
 
     def experts(
@@ -142,10 +142,9 @@ def on_copies(kind: DraftWeights, dtype: torch.dtype, fitted: FittedWeights | No
     raises SettingsError for a linear layer whose weight is not plain and of that dtype, and for weights that are not
     finite. Experts: `on_copied_experts`.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import LinearBase
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
-        if not isinstance(module, LinearBase):
+        if not isinstance(module, vllm.LinearBase):
             return None
         stored = fitted.kind_of(name) if fitted is not None and name in fitted.copies else kind
         return copied(stored, dtype, module, name)
@@ -209,15 +208,14 @@ def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
 SUFFIX = ".draft"  # of the name by which a forward pass finds the copy; the target's own has none
 
 
-def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:
+def on_copied_experts(kind: DraftWeights, vllm_config: vllm.VllmConfig) -> Make:
     """For `replace_in_layers`: a mixture of experts on copies of its experts' weights.
 
     What is made raises SettingsError for experts whose weights are not plain and of the model's dtype.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import MoERunner
 
     def runner(module: nn.Module, name: str) -> nn.Module | None:
-        return _copied_runner(kind, module, name, vllm_config) if isinstance(module, MoERunner) else None
+        return _copied_runner(kind, module, name, vllm_config) if isinstance(module, vllm.MoERunner) else None
 
     def make(mixture: nn.Module, name: str) -> nn.Module:
         changed = with_replaced(mixture, runner, name=name)
@@ -230,12 +228,10 @@ def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:
 
 def found_by_name() -> bool:
     """Whether vLLM finds the experts of a layer by the layer's name; else by counting calls in a forward pass."""
-    from selfspec_cli.vllm_plugin.vllm_names import HAS_OPAQUE_TYPE, envs
-
-    return bool(HAS_OPAQUE_TYPE and envs.VLLM_USE_LAYERNAME)
+    return bool(vllm.HAS_OPAQUE_TYPE and vllm.envs.VLLM_USE_LAYERNAME)
 
 
-def _copied_runner(kind: DraftWeights, runner: Any, name: str, vllm_config: VllmConfig) -> nn.Module:
+def _copied_runner(kind: DraftWeights, runner: Any, name: str, vllm_config: vllm.VllmConfig) -> nn.Module:
     """`runner` over experts on copies, under a name of its own; everything else is shared."""
     if not found_by_name():  # vLLM would count layers instead, and find the target's own experts
         raise kind.impossible(f"copies of experts need PyTorch 2.11, and this is {torch.__version__}")
@@ -246,10 +242,8 @@ def _copied_runner(kind: DraftWeights, runner: Any, name: str, vllm_config: Vllm
     return copy
 
 
-def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: VllmConfig) -> nn.Module:
+def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: vllm.VllmConfig) -> nn.Module:
     """`experts` (vLLM's RoutedExperts) on copies of its weights."""
-    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, set_current_vllm_config
-
     own = plain_experts(kind, experts, name)
     if own["w13_weight"].dtype is not vllm_config.model_config.dtype or experts.moe_config.has_bias:
         raise kind.impossible(f"the experts of {name} have biases, or weights of another dtype than the model's")
@@ -260,8 +254,8 @@ def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: Vl
     if kernels is None:
         dtype = own["w13_weight"].dtype
         weights = {key: kind.dequantise(tensors, dtype).view(shape) for key, (shape, tensors) in copies.items()}
-        with set_current_vllm_config(vllm_config):
-            method = UnquantizedFusedMoEMethod(experts.moe_config)
+        with vllm.set_current_vllm_config(vllm_config):
+            method = vllm.UnquantizedFusedMoEMethod(experts.moe_config)
         return _with_method(copy, method, weights)
     by_expert = {
         key: {part: tensor.view(shape[0], shape[1], -1) for part, tensor in tensors.items()}
@@ -275,9 +269,8 @@ def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: Vl
 
 def _method_of(experts: Any, kernel: Any, config: Any) -> Any:
     """A method for vLLM's layer that runs `kernel`."""
-    from selfspec_cli.vllm_plugin.vllm_names import FusedMoEMethodBase
 
-    class CopiedExperts(FusedMoEMethodBase):
+    class CopiedExperts(vllm.FusedMoEMethodBase):
         """Multiplies by the parameters of the layer that it is given, which are there already."""
 
         def create_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -330,10 +323,8 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
     """The weights of this rank's experts: "w13_weight" [experts, 2 * intermediate, hidden], gate above up, and
     "w2_weight" [experts, hidden, intermediate]. Raises SettingsError where vLLM holds them in another form.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, is_zentorch_moe_supported
-
     method = experts.quant_method
-    if type(method) is not UnquantizedFusedMoEMethod:
+    if type(method) is not vllm.UnquantizedFusedMoEMethod:
         raise kind.impossible(f"the experts of {name} are quantised ({type(method).__name__})")
     weights = {key: getattr(experts, key).detach() for key in ("w13_weight", "w2_weight")}
     backend = method.unquantized_backend.name
@@ -343,7 +334,7 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
         raise kind.impossible(
             f"vLLM's backend {backend} keeps experts in a layout of its own; moe_backend='triton' has plain ones"
         )
-    if is_zentorch_moe_supported(experts):
+    if vllm.is_zentorch_moe_supported(experts):
         return weights  # zentorch's kernels read them as they are
     kernel: Any = method.moe_kernel.fused_experts
     gate_and_up, down = (_unpacked_experts(weight, kernel.isa) for weight in weights.values())
@@ -361,12 +352,10 @@ def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
     Packing moves values and changes none, in each expert alike. Where it moves them is seen by packing the numbers of
     their places, a byte at a time, for bfloat16 holds no larger integers.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import _custom_ops as ops
-
     places = torch.arange(packed[0].numel()).view_as(packed[:1])
     source = torch.zeros_like(places)
     for shift in range(0, places.numel().bit_length(), 8):
-        digits = ops.cpu_prepack_moe_weight(((places >> shift) & 255).to(packed.dtype), isa)
+        digits = vllm._custom_ops.cpu_prepack_moe_weight(((places >> shift) & 255).to(packed.dtype), isa)
         source += digits.long() << shift
     plain = torch.empty_like(packed)
     plain.flatten(1)[:, source.flatten()] = packed.flatten(1)
@@ -375,42 +364,32 @@ def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
 
 # ---- weights that are replaced in a live engine ----------------------------------------------------------------------
 
-Function = Callable[..., Any]
 
-
-def after_new_weights(original: Function) -> Function:
+@around
+def after_new_weights(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Override of the methods of vLLM's `Worker` after which a live model has other weights."""
-
-    @functools.wraps(original)
-    def replace_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        runner = self.model_runner
-        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        if hasattr(drafter, "renew"):
-            drafter.renew()
-        return answer
-
-    return replace_weights
+    answer = original(self, *args, **kwargs)
+    runner = self.model_runner
+    drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    if hasattr(drafter, "renew"):
+        drafter.renew()
+    return answer
 
 
-def keep_weights_asleep(original: Function) -> Function:
+@around
+def keep_weights_asleep(original: Function, self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
     """Override of `sleep` of vLLM's `Worker`: with drafts of ours, level 2 is level 1.
 
     Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but nothing
     else: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the
     same memory of the GPU, copies included, and keeps it on the host until `wake_up`.
     """
-
-    @functools.wraps(original)
-    def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if level == 2 and hasattr(getattr(self.model_runner, "speculator", None), "renew"):
-            logging.getLogger("vllm.selfspec").warning(
-                "sleep at level 2 keeps weights on the host, as level 1 does: early exit has more than weights to keep"
-            )
-            level = 1
-        return original(self, level, *args, **kwargs)
-
-    return sleep
+    if level == 2 and hasattr(getattr(self.model_runner, "speculator", None), "renew"):
+        logging.getLogger("vllm.selfspec").warning(
+            "sleep at level 2 keeps weights on the host, as level 1 does: early exit has more than weights to keep"
+        )
+        level = 1
+    return original(self, level, *args, **kwargs)
 
 
 class Watch:
@@ -429,7 +408,7 @@ class Watch:
 
 
 @torch.inference_mode()
-def renew(trunk: nn.Module, head: Any, settings: ResolvedSettings, vllm_config: VllmConfig) -> None:
+def renew(trunk: nn.Module, head: Any, settings: ResolvedSettings, vllm_config: vllm.VllmConfig) -> None:
     """Fill every copy in a draft's layers and its head from the target's weights of now, one layer at a time."""
     layers: tuple[nn.Module, ...] = trunk.drafting_layers  # type: ignore[assignment]
     by_name = vllm_config.compilation_config.static_forward_context

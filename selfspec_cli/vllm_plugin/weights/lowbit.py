@@ -21,20 +21,18 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.weights import few_tokens, one_token, rounding
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, CopiedWeight
 from selfspec_cli.vllm_plugin.weights.one_token import width_of
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import InductorPass
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 MOST = 2 * rounding.MOST
@@ -114,26 +112,19 @@ def experts(
     layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """vLLM's Triton kernels for experts of 4 and of 8 bits (W4A16, W8A16), for any number of tokens."""
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        TritonWNA16Experts,
-        WNA16MoEBackend,
-        make_wna16_moe_kernel,
-        make_wna16_moe_quant_config,
-    )
-
     bits = _width_of_copy(w13)
-    config = make_wna16_moe_quant_config(
+    config = vllm.make_wna16_moe_quant_config(
         w1_scale=w13["scales"],
         w2_scale=w2["scales"],
         group_size=GROUP,
         num_bits=bits,
         **activation,
     )
-    kernel = make_wna16_moe_kernel(
+    kernel = vllm.make_wna16_moe_kernel(
         moe_quant_config=config,
         moe_config=layer.moe_config,
-        experts_cls=TritonWNA16Experts,
-        backend=WNA16MoEBackend.TRITON,
+        experts_cls=vllm.TritonWNA16Experts,
+        backend=vllm.WNA16MoEBackend.TRITON,
     )
     tensors = {"w13_weight": as_bytes(w13), "w2_weight": as_bytes(w2)}
     return kernel, config, {**tensors, "w13_scale": w13["scales"], "w2_scale": w2["scales"]}
@@ -179,17 +170,13 @@ class Activation(nn.Module):
 
 def activation(module: nn.Module, name: str) -> nn.Module | None:
     """For `shared.replace_in_layers`: what stands in for an activation whose result a product reads rounded."""
-    from selfspec_cli.vllm_plugin.vllm_names import SiluAndMul
-
-    return Activation() if type(module) is SiluAndMul else None
+    return Activation() if type(module) is vllm.SiluAndMul else None
 
 
-def graph_pass() -> InductorPass:
+def graph_pass() -> vllm.InductorPass:
     """`round_in_front` as vLLM takes it, before it lowers its own operators."""
-    from selfspec_cli.vllm_plugin.vllm_names import CallableInductorPass, InductorPass
-
     source = inspect.getsource(sys.modules[__name__])  # a change here is another entry of the compile cache
-    return CallableInductorPass(round_in_front, InductorPass.hash_source(source))
+    return vllm.CallableInductorPass(round_in_front, vllm.InductorPass.hash_source(source))
 
 
 @torch.library.custom_op("selfspec::silu_and_mul", mutates_args=(), schema="(Tensor x) -> Tensor")

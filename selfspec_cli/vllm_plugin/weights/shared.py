@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.decoder import has_experts
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 Make = Callable[[nn.Module, str], nn.Module | None]
 """(module, its dotted name) -> what stands in its place, or None to look at its children."""
@@ -29,7 +27,7 @@ Make = Callable[[nn.Module, str], nn.Module | None]
 def replace_in_layers(
     layers: nn.ModuleList,
     chosen: Sequence[int],
-    vllm_config: VllmConfig,
+    vllm_config: vllm.VllmConfig,
     make: Make,
     experts: Make | None = None,
     attention: Make | None = None,
@@ -88,10 +86,9 @@ def without_adapters(model: nn.Module) -> nn.Module:
     Nothing is copied, and `model` is not changed. Adapters of experts are not found: vLLM applies them in the experts'
     kernels.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import BaseLayerWithLoRA
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
-        base: nn.Module | None = module.base_layer if isinstance(module, BaseLayerWithLoRA) else None
+        base: nn.Module | None = module.base_layer if isinstance(module, vllm.BaseLayerWithLoRA) else None
         return base
 
     return with_replaced(model, make)
@@ -130,31 +127,25 @@ class SharedLinear:
         return linear(x.flatten(0, -2), layer.weight, bias).view(*x.shape[:-1], layer.weight.shape[0])
 
 
-def multiplies_with_pytorch(vllm_config: VllmConfig) -> bool:
+def multiplies_with_pytorch(vllm_config: vllm.VllmConfig) -> bool:
     """Whether the linear layers of an engine multiply by plain weights with PyTorch's linear, as they do on CUDA unless
     `linear_backend` asks for another kernel."""
-    from selfspec_cli.vllm_plugin.vllm_names import default_unquantized_gemm, dispatch_unquantized_gemm
-
-    return dispatch_unquantized_gemm(vllm_config.kernel_config.linear_backend) is default_unquantized_gemm
+    return vllm.dispatch_unquantized_gemm(vllm_config.kernel_config.linear_backend) is vllm.default_unquantized_gemm
 
 
 def all_on_own_weights(layers: Iterable[nn.Module]) -> bool:
     """Whether all linear layers in there multiply by the target's own weights with this operator."""
-    from selfspec_cli.vllm_plugin.vllm_names import LinearBase
-
-    linears = [part for layer in layers for part in layer.modules() if isinstance(part, LinearBase)]
+    linears = [part for layer in layers for part in layer.modules() if isinstance(part, vllm.LinearBase)]
     return bool(linears) and all(isinstance(part.quant_method, SharedLinear) for part in linears)
 
 
 def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:
     """A linear layer on `module`'s own weight and this operator, where that weight is plain and on CUDA; None for
     everything else. For `with_replaced`, where `multiplies_with_pytorch`."""
-    from selfspec_cli.vllm_plugin.vllm_names import LinearBase, UnquantizedLinearMethod
-
-    if not isinstance(module, LinearBase):
+    if not isinstance(module, vllm.LinearBase):
         return None
     weight = getattr(module, "weight", None)
-    if not isinstance(module.quant_method, UnquantizedLinearMethod) or not isinstance(weight, Tensor):
+    if not isinstance(module.quant_method, vllm.UnquantizedLinearMethod) or not isinstance(weight, Tensor):
         return None
     if weight.dim() != 2 or not weight.is_cuda:
         return None

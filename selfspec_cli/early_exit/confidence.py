@@ -7,8 +7,6 @@ fade. The product of these shares along a draft estimates the probability that a
 This is the arithmetic in PyTorch, for the V1 runner; v2/worth.py does the same on the device, and its test compares.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 `{"method": "selfspec"}` is complete. Whatever a speculative_config names is kept, and the rest is chosen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A schema is any dataclass whose fields are made by `knob`, or are such dataclass
 settings. Validation, `--help`, `selfspec options` and docs/reference.md read it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass

@@ -3,8 +3,6 @@
 The command line's config inherits `DraftSettings`; `resolved.py` reads a speculative_config.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

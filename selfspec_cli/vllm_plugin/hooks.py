@@ -5,8 +5,6 @@ This module runs in engines that do not use early exit. What else it needs of th
 is asked for, and whatever goes wrong in it leaves a plain engine as it was shipped.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -5,8 +5,6 @@ its interpreter needs none: a stand-in that says it is active is enough. With a 
 (triton-cpu), kernels are compiled, and nothing here is needed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

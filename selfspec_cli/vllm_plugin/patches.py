@@ -7,8 +7,6 @@ A patch replaces a name that is there: a target that cannot be found is an error
 changes nothing, and a stage is applied as a whole or not at all.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import pkgutil

@@ -1,7 +1,5 @@
 """What requests ask of drafting: checked where they come in, and read where they run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ classes, or asks in each step, imports the names themselves. Names of modules th
 `sys.modules`, stay where they are used (worker.WORKERS).
 """
 
-from __future__ import annotations
-
 import importlib
 import tomllib
 from pathlib import Path

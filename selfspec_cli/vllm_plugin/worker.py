@@ -5,8 +5,6 @@
 out: they cross process borders.
 """
 
-from __future__ import annotations
-
 import functools
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """Untried releases of vLLM are judged by what they have: made-up ones, from the source of one that is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

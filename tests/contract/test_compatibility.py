@@ -6,8 +6,6 @@ beginning of its first cell.
 python tests/contract/test_compatibility.py      writes the tables of architectures and of fields into docs/limits.md
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

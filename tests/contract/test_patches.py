@@ -1,7 +1,5 @@
 """Patching is re-entrant, all or nothing, and leaves a vLLM alone that does not ask for early exit or is not known."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import pkgutil

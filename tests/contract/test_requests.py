@@ -1,7 +1,5 @@
 """What a request asks of drafting is checked where vLLM checks its other parameters, and refused as they are."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

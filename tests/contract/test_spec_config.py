@@ -1,7 +1,5 @@
 """From vLLM's arguments to our settings: called twice, from the command line, with a pinned and overridden model."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import inspect

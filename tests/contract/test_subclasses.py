@@ -1,7 +1,5 @@
 """Subclasses of vLLM's worker, scheduler and model runners: what names them, what they override, what they leave."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Steps that vLLM's samplers get wrong together with drafts, by its own modules on a few logits; starts no engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,8 +4,6 @@ What only the V2 runner does is here without a GPU: places are planned before dr
 the two, requests are preempted, and the widths of successive steps differ.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, deque
 from types import SimpleNamespace

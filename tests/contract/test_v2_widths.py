@@ -1,7 +1,5 @@
 """How wide the V2 scheduler plans its verify passes, and the decode graphs there are for it; starts no engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What the plugin relies on in the vLLM that is installed; test_vllm_sources.py reads the source of each release."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re

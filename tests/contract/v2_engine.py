@@ -1,7 +1,5 @@
 """Requests, and a model runner of arithmetic for vLLM's own scheduler: what the V2 runner does, without a GPU."""
 
-from __future__ import annotations
-
 import queue
 import random
 from collections import defaultdict, deque

@@ -11,8 +11,6 @@ must do so only where the baseline's two best tokens are almost level.
 As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

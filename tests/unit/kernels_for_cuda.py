@@ -3,8 +3,6 @@
 Names of functions below are the arguments.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -3,8 +3,6 @@
 Run by test_v2_kernels.py in a process of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

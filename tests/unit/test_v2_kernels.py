@@ -1,8 +1,6 @@
 """Runs kernels_interpreted.py in a process of its own, because Triton decides when it is imported whether to interpret;
 and compiles the kernels for a GPU, which needs none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a kind of context for drafts is. Free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -6,8 +6,6 @@ the full model verifies whatever was drafted. Other packages add gates by entry 
 Importing this package, and reading its gates, does not import torch.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from numbers import Real

@@ -9,8 +9,6 @@ Of SchedulerStats, `num_kv_fetch_reqs_by_stage` holds the numbers: it is numbers
 that it knows. What is decoded there has the type of SchedulerStats itself, so fields of our own would be lost.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -6,8 +6,6 @@ that has all of it is treated like the listed one that it agrees with, after a w
 names that moved: what has moved decides, not the number.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ step of more than 102 requests, and a mixed prefill and decode batch even sooner
 requests graphs are captured.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

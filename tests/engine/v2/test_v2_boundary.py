@@ -1,7 +1,5 @@
 """What an engine with early exit changes in vLLM, names and live objects, is in patches.py, and nothing else is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

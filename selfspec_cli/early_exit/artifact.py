@@ -48,9 +48,7 @@ class LoadedHead(NamedTuple):
 
 def save_head(path: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
     """Write the head, whole or not at all; creates the directory.
-
-    Raises HeadError when head and metadata disagree, OSError when it cannot be written.
-    """
+    Raises HeadError when head and metadata disagree, OSError when it cannot be written."""
     target = Path(path)
     if target.suffix != SUFFIX:
         raise HeadError(f"a head is saved as {SUFFIX}, not {target.name!r}")
@@ -124,9 +122,7 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: HeadMeta
 
 def save_pt(folder: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
     """Write a least-squares head over all tokens as ee_layer{N}_lsq.pt, whole or not at all.
-
-    Raises HeadError for another kind of head, or one over a draft vocabulary, which such files cannot say.
-    """
+    Raises HeadError for another kind of head, or one over a draft vocabulary, which such files cannot say."""
     if head.kind.name != LEGACY_KIND or head.vocab_ids is not None:
         raise HeadError(f"a .pt file holds a head of kind {LEGACY_KIND} over all tokens, not {metadata.spec.name}")
     tensors = {name: tensor.detach().cpu() for name, tensor in head.tensors.items()}
@@ -141,10 +137,8 @@ def save_pt(folder: str | os.PathLike[str], head: ExitHead, metadata: HeadMetada
 
 def _load_pt(file: Path) -> LoadedHead:
     """The head in a .pt file, loaded with `weights_only=True`, so that nothing in the file is ever run.
-
     Raises HeadError for a file that holds anything but such tensors, is damaged, was fitted before the norm, or whose
-    name does not say the layer.
-    """
+    name does not say the layer."""
     layer = legacy_layer(file)
     if layer is None:
         raise HeadError(f"head {file}: the layer is read from the name, ee_layer<N>_lsq.pt or h<N>.pt")

@@ -93,9 +93,7 @@ class DraftCounters:
 
     def allowed(self, limit: int, requests: Sequence[tuple[int, str | None]]) -> None:
         """A round begins in which each request may draft that many tokens; with the reason where it may draft none.
-
-        limit: for all of them.
-        """
+        limit: for all of them."""
         self.in_force = min(limit, max((k for k, _ in requests), default=limit))
         for _, reason in requests:
             if reason is not None:
@@ -149,10 +147,8 @@ def total(snapshots: Iterable[Snapshot | None]) -> Snapshot | None:
 
 def summary(counts: Snapshot, rounds: int, drafted: int, accepted: int) -> dict[str, Any]:
     """What a row says of drafting; None where nothing was counted.
-
-    counts: the draft loop's own, over one stretch. rounds, drafted, accepted: vLLM's, over the same stretch, each
-    round one request's.
-    """
+    counts: the draft loop's own, over one stretch. rounds, drafted, accepted: vLLM's, over the same stretch, each round
+    one request's."""
     active = [(number, count) for number, count in enumerate(counts.get("active_histogram", [])) if count]
     return {
         "rounds": counts["rounds"],

@@ -84,10 +84,8 @@ class DraftLog:
 @dataclass
 class DraftRecorder:
     """Collects a `DraftLog` beside a draft loop. A draft waits under its request's id until the verifier has spoken.
-
     A step only copies the logits. The statistics are computed for `BLOCK` tokens at once: one token at a time they cost
-    a tenth of a small model's speed, which would not be the drafting that is to be recorded.
-    """
+    a tenth of a small model's speed, which would not be the drafting that is to be recorded."""
 
     BLOCK = 64  # tokens; at a vocabulary of 128,256 their logits are 33 MB
 
@@ -112,8 +110,7 @@ class DraftRecorder:
     def verdict(self, ids: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
         """The verify pass is over. ids: the batch. sampled: tokens that each request gained, its accepted ones and one
         of the verifier's own; empty inside a prefill. verified: draft tokens of each request that the pass looked at;
-        None if it looked at none.
-        """
+        None if it looked at none."""
         for place, name in enumerate(ids):
             draft = self._waiting.pop(name, None)
             seen = int(verified[place]) if verified is not None else 0

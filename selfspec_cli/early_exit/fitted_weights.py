@@ -89,9 +89,7 @@ def save(path: str | os.PathLike[str], fitted: FittedWeights) -> Path:
 
 def load(path: str | os.PathLike[str], kind: str, fingerprint: str) -> FittedWeights:
     """Read a file, tensors on the CPU. kind: of draft_weights. fingerprint: of the model.
-
-    Raises SettingsError for another kind or model, and a file that is not there, or that `save` did not write.
-    """
+    Raises SettingsError for another kind or model, and a file that is not there, or that `save` did not write."""
     place = f"draft_weights_path = {str(path)!r}"
     copies: dict[str, dict[str, Tensor]] = {}
     try:
@@ -159,9 +157,7 @@ def weighted_error(error: Tensor, moment: Tensor) -> float:
 
 def _inverse_factor(moment: Tensor) -> Tensor:
     """Upper triangular U with M^-1 = U^T U; row i holds how an error in column i is made up for in later ones.
-
-    M is damped, so that it is positive definite where columns were never used.
-    """
+    M is damped, so that it is positive definite where columns were never used."""
     damped = moment.float().clone()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-20))
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)

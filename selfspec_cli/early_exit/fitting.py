@@ -58,9 +58,7 @@ class FitReport:
 
 class NormalEquations:
     """The running sums of one regression; memory 8 * (hidden^2 + hidden * outputs) bytes on `device`.
-
-    hidden: width of x. outputs: V for token targets, the width of z for dense ones. bias: whether the fit has one.
-    """
+    hidden: width of x. outputs: V for token targets, the width of z for dense ones. bias: whether the fit has one."""
 
     def __init__(self, hidden: int, outputs: int, *, bias: bool = False, device: torch.device | str = "cpu") -> None:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
@@ -75,10 +73,8 @@ class NormalEquations:
 
     def update(self, x: Tensor, target: Tensor) -> None:
         """Add pairs: x [n, hidden] with target int64 [n] (token ids, one-hot) or float [n, outputs] (dense).
-
         Any float dtype, any device. Raises FitError, adding nothing, for shapes that do not fit, a NaN or infinity (by
-        token, counted from the start of the stream), or a token id outside [0, outputs).
-        """
+        token, counted from the start of the stream), or a token id outside [0, outputs)."""
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise FitError(f"x has shape {list(x.shape)}; expected [n, {self.hidden}]")
         dense = target.is_floating_point()
@@ -111,9 +107,7 @@ class NormalEquations:
 
     def solve(self, ridge: float = 0.0) -> tuple[Tensor, Tensor | None, FitReport]:
         """weight fp64 [outputs, hidden], bias fp64 [outputs] or None, and the report, on the device.
-
-        ridge: relative, >= 0. Raises FitError for fewer pairs than unknowns, or a singular matrix, without a ridge.
-        """
+        ridge: relative, >= 0. Raises FitError for fewer pairs than unknowns, or a singular matrix, without a ridge."""
         factor, condition = self._factorise(ridge)
         weight = torch.empty_like(self._ytx)
         for rows in _row_blocks(self.outputs, self.hidden):
@@ -238,9 +232,7 @@ def translator_target(x: Tensor, z: Tensor) -> Tensor:
 
 def fit_head(spec: HeadSpec, equations: NormalEquations, ridge: float = 0.0) -> tuple[ExitHead, FitReport]:
     """The head of `spec` in fp32 from equations over its target. ridge: relative.
-
-    Raises FitError as `NormalEquations.solve`, HeadError for equations over targets of another width.
-    """
+    Raises FitError as `NormalEquations.solve`, HeadError for equations over targets of another width."""
     tensors, report = HEADS[spec.kind].fit(equations, ridge, spec.rank)
     return ExitHead(spec.kind, {name: None if part is None else part.float() for name, part in tensors.items()}), report
 
@@ -248,10 +240,8 @@ def fit_head(spec: HeadSpec, equations: NormalEquations, ridge: float = 0.0) -> 
 @torch.no_grad()
 def agreement(head: ExitHead, batches: Iterable[tuple[Tensor, Tensor]], lm_head: LmHead) -> float:
     """Share of positions at which the head's argmax is the target, in [0, 1].
-
     batches: (x [n, hidden] on any device, of any dtype, target ids int64 [n]); with the full model's argmax as target
-    this is the teacher-forced acceptance of greedy drafts. Raises FitError for no data.
-    """
+    this is the teacher-forced acceptance of greedy drafts. Raises FitError for no data."""
     weight = next(head.parameters(), None)
     hits = seen = 0
     for x, target in batches:
@@ -271,10 +261,8 @@ def choose_ridge(
     ridges: Sequence[float] = RIDGES,
 ) -> tuple[ExitHead, FitReport]:
     """The fit, of those with `ridges`, whose head agrees best on held-out data; ties go to the larger ridge.
-
     fit: ridge -> (head, report). batches: as for `agreement`. A ridge too small for the data is passed over; FitError
-    is raised when none is left.
-    """
+    is raised when none is left."""
     held_out = list(batches)
     best: tuple[float, tuple[ExitHead, FitReport]] | None = None
     refusal = FitError("no ridge to choose from")
@@ -332,10 +320,8 @@ def log_frequencies(counts: Tensor) -> Tensor:
 
 def fit_scale(head: ExitHead, counts: Tensor, batches: Iterable[tuple[Tensor, Tensor]]) -> HeadScale | None:
     """Scale and prior of a head with rows of its own; None where no scale above 0 makes it better than a guess.
-
     counts: how often each token was a target of the fit, [V]. batches: held-out (x [n, hidden], target ids int64 [n]).
-    Raises FitError for no data.
-    """
+    Raises FitError for no data."""
     held_out = [part for x, target in batches for part in zip(x.split(PIECE), target.split(PIECE), strict=True)]
     if not sum(len(target) for _, target in held_out):
         raise FitError("no held-out positions to fit a scale on")

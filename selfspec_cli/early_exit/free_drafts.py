@@ -87,10 +87,8 @@ def expected(rates: Tensor, tokens: int) -> Tensor:
 
 def trusted_from(rates: Tensor, own: float, tokens: int, k: int, cost: float) -> int:
     """The length from which on a match is copied: such drafts yield as many tokens in the same time as the model's own.
-
     own: estimated acceptance of one of its k tokens. cost: of a draft step, in plain steps, divided by the number of
-    requests that share it. LONGEST + 1: never.
-    """
+    requests that share it. LONGEST + 1: never."""
     yields = 0.0
     for _ in range(k):
         yields = own * (1.0 + yields)
@@ -101,10 +99,8 @@ def trusted_from(rates: Tensor, own: float, tokens: int, k: int, cost: float) ->
 @dataclass
 class Matches:
     """What one request's history says. tokens: most of a free draft; k: most of the model's own.
-
     rates: by length of the match, [LONGEST]; own: of the model's own drafts. length, start, known: the last look-up,
-    and of how many tokens. drafted, copied: tokens of the last draft, the model's own and those of a match.
-    """
+    and of how many tokens. drafted, copied: tokens of the last draft, the model's own and those of a match."""
 
     tokens: int
     k: int

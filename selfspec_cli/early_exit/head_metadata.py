@@ -64,9 +64,7 @@ def head_filename(spec: HeadSpec, layer: int, draft_vocab: str | None = None) ->
 
 def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
     """The metadata of a .safetensors head, checked against the shapes of its tensors.
-
-    Raises HeadError for a file that is missing, truncated, foreign or contradicts itself.
-    """
+    Raises HeadError for a file that is missing, truncated, foreign or contradicts itself."""
     file = Path(path)
     header, shapes = _read_header(file)
     if header.get("format") != FORMAT:
@@ -86,9 +84,7 @@ def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
 
 def require_model(file: Path, metadata: HeadMetadata, **wanted: Any) -> None:
     """Raise HeadError unless a head is for this exit layer and this model.
-
-    wanted: layer, hidden, vocab_size, fingerprint of the model at hand; None, here or in the file, is not checked.
-    """
+    wanted: layer, hidden, vocab_size, fingerprint of the model at hand; None, here or in the file, is not checked."""
     for name, want in wanted.items():
         got = getattr(metadata, name)
         if want is None or got is None or got == want:
@@ -113,10 +109,8 @@ def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
 
 def check_shapes(kind: HeadKind, shapes: Shapes, sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes "hidden", "rows" and "rank" of the tensors of a head, as far as they have them.
-
     sizes: already known ones. Raises HeadError if the names are not the tensors of a head of this kind, or if sizes
-    contradict each other or the known ones.
-    """
+    contradict each other or the known ones."""
     possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
     expected_shapes = next((expected for expected in possible if expected.keys() == shapes.keys()), None)
     if expected_shapes is None:
@@ -143,10 +137,8 @@ def legacy_layer(file: Path) -> int | None:
 
 def find_head(directory: str | os.PathLike[str], layer: int, spec: HeadSpec | None = None) -> Path:
     """The one head for `layer` in a directory, by metadata; .pt files by their name.
-
     spec: which head, over the full vocabulary; None takes any. Raises HeadError when there is none (listing those that
-    are there) or more than one.
-    """
+    are there) or more than one."""
     root = Path(directory)
     if not root.is_dir():
         raise HeadError(f"directory of heads {root} does not exist")

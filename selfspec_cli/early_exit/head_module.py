@@ -24,10 +24,8 @@ LmHead = Callable[[Tensor], Tensor]
 
 class ExitHead(nn.Module):
     """logits = projection(transform(x)), over an optional draft vocabulary.
-
-    kind: a name of HEADS. tensors: its tensors by name (None: there is none), as `HeadKind.shapes` says.
-    Raises HeadError for tensors that are not those of a head of this kind, SettingsError for an unknown kind.
-    """
+    kind: a name of HEADS. tensors: its tensors by name (None: there is none), as `HeadKind.shapes` says. Raises
+    HeadError for tensors that are not those of a head of this kind, SettingsError for an unknown kind."""
 
     vocab_ids: Tensor | None
 
@@ -60,10 +58,8 @@ class ExitHead(nn.Module):
 
     def logits(self, x: Tensor, lm_head: LmHead | None = None) -> Tensor:
         """Draft logits through any lm_head, [N, hidden] -> [N, V']; a head with rows of its own needs none.
-
         With a draft vocabulary this computes all V columns and keeps V' of them: `bind` is cheaper where the lm_head's
-        weight is known.
-        """
+        weight is known."""
         if self.has_rows:
             return self.bind().logits(x)
         assert lm_head is not None
@@ -72,10 +68,8 @@ class ExitHead(nn.Module):
 
     def bind(self, lm_head_weight: Tensor | None = None) -> BoundHead:
         """The head with its projection rows gathered, a copy [V', hidden]; without a draft vocabulary the model's own.
-
         lm_head_weight: [V, hidden], without padding. Scaling or soft-capping of logits stays with the caller. A head
-        with rows of its own does not use the argument.
-        """
+        with rows of its own does not use the argument."""
         if self.has_rows:
             weight, *bias = (self.tensors.get(name) for name in self.kind.rows)
             assert weight is not None
@@ -105,9 +99,7 @@ class ExitHead(nn.Module):
 @dataclass(frozen=True)
 class BoundHead:
     """A head with its projection, for a draft loop. weight: [V', hidden]; bias: [V'] or None.
-
-    No module, because the weight may be the model's own, and must not be moved or listed as another parameter.
-    """
+    No module, because the weight may be the model's own, and must not be moved or listed as another parameter."""
 
     head: ExitHead
     weight: Tensor
@@ -123,19 +115,15 @@ class BoundHead:
 
 def scatter_to_full(draft_logits: Tensor, vocab_ids: Tensor, vocab_size: int) -> Tensor:
     """Draft logits over the full vocabulary, [N, V'] -> [N, V], -inf for tokens outside the draft vocabulary.
-
     Their softmax is the true draft distribution, which rejection sampling needs to stay lossless (Leviathan et al.,
-    arXiv:2211.17192, theorem 3.5 holds for any draft distribution).
-    """
+    arXiv:2211.17192, theorem 3.5 holds for any draft distribution)."""
     full = draft_logits.new_full((*draft_logits.shape[:-1], vocab_size), float("-inf"))
     return full.index_copy_(-1, vocab_ids, draft_logits)
 
 
 def check_vocab_ids(vocab_ids: Tensor, vocab_size: int | None = None) -> Tensor:
     """`vocab_ids` as int64 [V'], checked: one dimension, integers, not empty, strictly ascending, inside [0, V).
-
-    Raises HeadError naming the first offender.
-    """
+    Raises HeadError naming the first offender."""
     if vocab_ids.dim() != 1 or vocab_ids.dtype.is_floating_point or vocab_ids.dtype == torch.bool:
         raise HeadError(f"a draft vocabulary is a list of token ids, not {vocab_ids.dtype} {list(vocab_ids.shape)}")
     if len(vocab_ids) == 0:
@@ -154,9 +142,7 @@ def check_vocab_ids(vocab_ids: Tensor, vocab_size: int | None = None) -> Tensor:
 
 def most_frequent_ids(counts: Tensor, size: int) -> Tensor:
     """The `size` most frequent tokens, counts [V] -> int64 [size] ascending; ties go to the smaller id.
-
-    Raises HeadError for a size outside 1..V.
-    """
+    Raises HeadError for a size outside 1..V."""
     if not 1 <= size <= len(counts):
         raise HeadError(f"draft vocabulary size {size} is out of range; allowed: 1 to {len(counts)}, the vocabulary")
     return counts.argsort(descending=True, stable=True)[:size].sort().values

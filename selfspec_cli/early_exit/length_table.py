@@ -35,9 +35,7 @@ class Cell:
 @dataclass(frozen=True)
 class LengthTable:
     """Entries in the order of their loads, and of their contexts within one load; the first is for any batch.
-
-    Every load has an entry for any context, so the entry in force is the last one that is reached.
-    """
+    Every load has an entry for any context, so the entry in force is the last one that is reached."""
 
     cells: tuple[Cell, ...]
 

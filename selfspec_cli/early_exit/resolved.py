@@ -41,9 +41,7 @@ measured ("Do free drafts pay in an engine?" in results/LOG.md)."""
 
 class ResolvedSettings(DraftSettings):
     """Draft settings as an engine works with them: E, k and the threshold are filled in.
-
-    Plain values only, so that they travel as JSON in vLLM's additional_config.
-    """
+    Plain values only, so that they travel as JSON in vLLM's additional_config."""
 
     layer: int
     k: int
@@ -269,9 +267,7 @@ def _threshold(spec: Mapping[str, Any], gate: str) -> float | None:
 
 def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list[str]:
     """A warning of a threshold that can never close, or (but for rounding) never open, its gate.
-
-    vocab_size: size of the draft vocabulary, which bounds entropy and varentropy; unknown is taken as very large.
-    """
+    vocab_size: size of the draft vocabulary, which bounds entropy and varentropy; unknown is taken as very large."""
     rule, threshold = GATES[settings.gate.kind], gate_threshold(settings)
     if rule.key is None or threshold is None:
         return []
@@ -294,9 +290,7 @@ FLAT_PERPLEXITY, FLAT_VOCABULARY = 3850, 4096  # of a least-squares head without
 
 def metadata_of(file: Path) -> HeadMetadata:
     """The metadata of a head, from a .safetensors file's header, or from a .pt file, for which torch is imported.
-
-    Raises HeadError for a file that is missing, damaged or foreign.
-    """
+    Raises HeadError for a file that is missing, damaged or foreign."""
     if file.suffix == ".pt":
         from selfspec_cli.early_exit.artifact import load_head
 
@@ -306,10 +300,8 @@ def metadata_of(file: Path) -> HeadMetadata:
 
 def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int | None = None) -> str | None:
     """A warning of a gate that meets a head whose outputs are no distribution; None where that cannot be said either.
-
-    Such a head has rows of its own and was solved by least squares, without a scale in its file (`fitting.py`).
-    path: a head file, or a directory of heads for `layer`; None is the lens.
-    """
+    Such a head has rows of its own and was solved by least squares, without a scale in its file (`fitting.py`). path: a
+    head file, or a directory of heads for `layer`; None is the lens."""
     if path is None or GATES[gate].key is None:
         return None
     try:
@@ -342,9 +334,7 @@ class RequestSettings:
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None, settings: ResolvedSettings) -> RequestSettings:
         """A request's own settings. Keys that do not begin with `selfspec_` are somebody else's.
-
-        Raises SettingsError for an unknown key, a wrong type, or a value out of range.
-        """
+        Raises SettingsError for an unknown key, a wrong type, or a value out of range."""
         given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(PREFIX)}
         if not given:
             return NOTHING

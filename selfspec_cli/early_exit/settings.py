@@ -41,10 +41,8 @@ class GateConfig:
 @dataclass
 class HeadConfig:
     """The exit head. Without a path it is looked up in `head_dir` by model, layer and the fields here.
-
     target, rank, bias: what `head=NAME` says besides the kind, as in lsq_argmax, translator_r15 and translator_bias
-    (`HeadSpec`); no settings of their own.
-    """
+    (`HeadSpec`); no settings of their own."""
 
     kind: str = knob(
         "lens",
@@ -206,10 +204,8 @@ def arm_settings(settings: DraftSettings) -> dict[str, Any]:
 
 def to_spec(settings: DraftSettings) -> dict[str, Any]:
     """Settings as a user would write them in a speculative_config, with the threshold in force.
-
     Head, draft vocabulary and context only where they are not the default, the kind of a head only where no file says
-    it.
-    """
+    it."""
     spec: dict[str, Any] = {}
     for option in OPTIONS.values():
         about = option.knob

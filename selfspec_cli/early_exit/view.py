@@ -49,9 +49,7 @@ class DraftView:
     @classmethod
     def of(cls, settings: DraftSettings) -> DraftView:
         """The view that draft settings name. Method "skip" decodes by layers, head and vocabulary alone.
-
-        Raises SettingsError for layers or a context that are written in no way that there is.
-        """
+        Raises SettingsError for layers or a context that are written in no way that there is."""
         head = settings.head
         default = type(head)()
         changed = tuple((name, value) for name, value in vars(head).items() if value != getattr(default, name))
@@ -121,9 +119,7 @@ class DraftView:
 
 def skipped_layers(value: object) -> tuple[int, ...]:
     """Layers to skip, ascending, each once: from text such as "10-15,20" (ends included), or from a list of integers.
-
-    None and "" skip none. Raises SettingsError, naming the part that is neither.
-    """
+    None and "" skip none. Raises SettingsError, naming the part that is neither."""
     if value is None:
         return ()
     if isinstance(value, str):

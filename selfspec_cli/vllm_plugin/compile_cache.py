@@ -29,9 +29,7 @@ PLAIN_SIZES = "selfspec_plain_sizes"  # an attribute of the SpeculativeConfig, w
 
 def keep_on_cpu() -> None:
     """On a CPU let vLLM save no artifact that it cannot load. Only an engine with early exit gets here.
-
-    Engine processes inherit the variable, and read it as they compile. A user's own setting wins.
-    """
+    Engine processes inherit the variable, and read it as they compile. A user's own setting wins."""
     if vllm.current_platform.is_cpu():
         os.environ.setdefault(VARIABLE, "0")
 
@@ -60,7 +58,6 @@ def as_plain(vllm_config: vllm.VllmConfig) -> vllm.VllmConfig:
 def share_with_plain(modules: Iterable[nn.Module], vllm_config: vllm.VllmConfig) -> None:
     """Have what vLLM will compile of a target compiled under the key of an engine without speculation. modules: from
     the target's root to its decoder.
-
     Call before the model's first forward; what is compiled already stays as it is."""
     if vllm_config.compilation_config.mode != vllm.CompilationMode.VLLM_COMPILE:
         return

@@ -54,10 +54,8 @@ class Place:
 
 def place_of(model: nn.Module) -> Place:
     """Where the layers are inside a causal LM or a multimodal wrapper around one.
-
     Raises SettingsError, naming the architecture, where no module's forward loops over layers that it holds, and where
-    a verify pass would be wrong: tokens of a step must not see later ones.
-    """
+    a verify pass would be wrong: tokens of a step must not see later ones."""
     inner = _inside(model)
     if any(type(part).__name__ == BOTH_WAYS for part in inner.modules()):
         raise SettingsError(
@@ -92,9 +90,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def language_model(model: nn.Module) -> nn.Module:
     """The module that has the lm_head: the causal LM inside a multimodal wrapper; a causal LM is its own.
-
-    Some wrappers (Idefics3) hold a decoder without an lm_head, and have that themselves.
-    """
+    Some wrappers (Idefics3) hold a decoder without an lm_head, and have that themselves."""
     inner = _inside(model)
     return inner if any(hasattr(inner, name) for name in ("compute_logits", *HEADS)) else model
 
@@ -133,9 +129,7 @@ def _has_all(inner: nn.Module, layers: nn.ModuleList) -> bool:
 
 def _looped_over(module: nn.Module, end_layer: bool) -> str | None:
     """Name of the list of layers over which the forward of `module` loops; None for one that does not.
-
-    end_layer: whether loops count that end at `self.end_layer`, or those that end with the list.
-    """
+    end_layer: whether loops count that end at `self.end_layer`, or those that end with the list."""
     lists = {name for name, child in module.named_children() if isinstance(child, nn.ModuleList)}
     if not lists or (end_layer and not all(hasattr(module, name) for name in ("start_layer", "end_layer"))):
         return None
@@ -177,9 +171,7 @@ EMBEDDINGS = ("embed_tokens", "tok_embeddings", "word_embeddings")
 
 def input_embedding(model: nn.Module) -> nn.Module:
     """Token ids -> hidden states: what vLLM holds a vocabulary's rows with, or one of the usual names.
-
-    Raises SettingsError, naming the architecture, if there is none.
-    """
+    Raises SettingsError, naming the architecture, if there is none."""
     place = place_of(model)
     decoder: Any = place.decoder
     found = next((part for part in _outside_layers(decoder) if _is_vocabulary(part)), None)

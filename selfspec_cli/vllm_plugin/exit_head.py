@@ -33,10 +33,8 @@ SAME_LOGITS = 0.02
 @dataclass(frozen=True)
 class Projection:
     """The last product of a draft step.
-
     logits: x [n, hidden] -> [n, V'], the bias included. tensors: what that reads on this rank, apart from the bias
-    [V']. copied: the copy of weights that makes the logits, and the bias that its product adds.
-    """
+    [V']. copied: the copy of weights that makes the logits, and the bias that its product adds."""
 
     logits: Callable[[Tensor], Tensor]
     tensors: list[Tensor]
@@ -46,9 +44,7 @@ class Projection:
 
 def sharded(rows: Any, count: int, bias: Tensor | None, vllm_config: vllm.VllmConfig) -> Projection:
     """By this rank's share of `count` rows and that of the others; every rank calls it together, and has all logits.
-
-    rows: vLLM's ParallelLMHead (or one on copies). bias: [count] or None, kept whole.
-    """
+    rows: vLLM's ParallelLMHead (or one on copies). bias: [count] or None, kept whole."""
     with vllm.set_current_vllm_config(vllm_config):
         gather = vllm.LogitsProcessor(count)
 
@@ -74,9 +70,7 @@ def split(weight: Tensor, vllm_config: vllm.VllmConfig) -> vllm.ParallelLMHead:
 
 def gathered(shard: Tensor, rows: int) -> Tensor:
     """All rows of a weight that is split over ranks by rows, [rows, hidden], on every rank.
-
-    shard: this rank's rows, padded to the same number on every rank; padding is at the end of the whole.
-    """
+    shard: this rank's rows, padded to the same number on every rank; padding is at the end of the whole."""
     return vllm.tensor_model_parallel_all_gather(shard.contiguous(), dim=0)[:rows]
 
 
@@ -142,9 +136,7 @@ class TargetHead:
         self, target: nn.Module, shard: Tensor | None, copies: DraftWeights | None, vllm_config: vllm.VllmConfig
     ) -> Projection:
         """The projection over tensor-parallel ranks, each with its share of the rows, or with copies of them.
-
-        shard: this rank's share of the lm_head; None for a head with rows of its own.
-        """
+        shard: this rank's share of the lm_head; None for a head with rows of its own."""
         head, bias = self.head, None
         if shard is not None and head.vocab_ids is None:
             rows = language_model(target).lm_head  # split already
@@ -230,9 +222,7 @@ def load_exit_head(
 def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: vllm.VllmConfig) -> FittedWeights | None:
     """The copies, made from data (`selfspec fit-weights`), that `settings` name, checked against this model; None where
     copies are rounded at load.
-
-    Raises SettingsError for a file of another model or another kind of copies, and on several ranks.
-    """
+    Raises SettingsError for a file of another model or another kind of copies, and on several ranks."""
     if settings.draft_weights_path is None:
         return None
     refuse_fitted_copies(settings.draft_weights_path, vllm_config.parallel_config.tensor_parallel_size)
@@ -260,10 +250,8 @@ def fingerprint(target: nn.Module, vllm_config: vllm.VllmConfig) -> str:
 
 def plain_lm_head(target: nn.Module, shards: int = 1) -> Tensor | None:
     """The lm_head's weight [V, hidden] where logits are exactly x @ weight^T; None where they are anything else.
-
     shards: tensor-parallel ranks that the weight is split over; the weight returned is this rank's share. On such ranks
-    every rank must call it.
-    """
+    every rank must call it."""
     lm_head, processor = output_projection(target), getattr(language_model(target), "logits_processor", None)
     weight = getattr(lm_head, "weight", None)
     plain = (

@@ -54,10 +54,8 @@ SCALED_ON = 8  # such pieces for a scale and a prior: two numbers need no more, 
 
 class Tap:
     """Takes the hidden states that leave chosen layers off each forward pass of a model, and hands them to `collector`.
-
     layers: exit layers, E for the states after the first E layers. Raises SettingsError for a model that does not give
-    its states out.
-    """
+    its states out."""
 
     def __init__(self, model: Any, layers: Iterable[int]) -> None:
         if not hasattr(model, "set_aux_hidden_state_layers"):
@@ -165,9 +163,7 @@ class Collector:
 
     def scaled(self, layer: int, spec: HeadSpec, head: ExitHead) -> tuple[ExitHead, dict[str, float]]:
         """A solved head with outputs that are a distribution, and how that was fitted (`HeadScale.to_dict`).
-
-        A head that uses the model's lm_head has one already, and one that no scale mends stays as it is: {}.
-        """
+        A head that uses the model's lm_head has one already, and one that no scale mends stays as it is: {}."""
         held_out = self._validation(layer)[:SCALED_ON]
         if not head.has_rows or not held_out:
             return head, {}
@@ -192,9 +188,7 @@ def save_all(
     vocabularies: Mapping[str, list[int]],
 ) -> list[dict[str, Any]]:
     """Fit, test and save every head that `model`'s collector was asked for; one plain report a head and vocabulary.
-
-    The arguments are those of `EarlyExitWorker.early_exit_fit`. On tensor-parallel ranks the first one writes.
-    """
+    The arguments are those of `EarlyExitWorker.early_exit_fit`. On tensor-parallel ranks the first one writes."""
     tap: Any = model.early_exit_tap
     collector: Collector = tap.collector
     mark, hidden = fingerprint(model, vllm_config), int(vllm_config.model_config.get_hidden_size())
@@ -266,10 +260,8 @@ def _tested(
 
 class Moments:
     """Sums of x^T x of every linear layer in the decoder's layers, and of what enters the lm_head.
-
     tokens: how many each sum is of. Raises SettingsError for a mixture of experts, on tensor-parallel ranks and on a
-    compiled engine.
-    """
+    compiled engine."""
 
     def __init__(self, model: nn.Module, layers: Sequence[int], vllm_config: vllm.VllmConfig) -> None:
         decoder_layers = layers_of(model)
@@ -326,10 +318,8 @@ class Moments:
     @torch.inference_mode()
     def fitted(self, kind: str, about: dict[str, Any]) -> tuple[FittedWeights, dict[str, dict[str, float]]]:
         """Copies of every layer by the data seen, and what is left of the error.
-
-        The report has, by layer, the share of the product's mean square that is lost: by rounding to nearest, and
-        by rounding with the data. Raises SettingsError for a layer without a plain weight.
-        """
+        The report has, by layer, the share of the product's mean square that is lost: by rounding to nearest, and by
+        rounding with the data. Raises SettingsError for a layer without a plain weight."""
         if not self.tokens:
             raise SettingsError("no activations were collected, so there is nothing to fit copies to")
         found = FittedWeights(About(kind, fingerprint(self.model, self.vllm_config), self.tokens, more=about), {})

@@ -20,9 +20,7 @@ SWITCH = "TRITON_INTERPRET"
 
 def interpret_kernels() -> None:
     """Let vLLM find a Triton backend for CPUs in this process: one that is installed, or the interpreter.
-
-    Once is enough. Raises SettingsError if vLLM or Triton is imported already and has none, for both look once.
-    """
+    Once is enough. Raises SettingsError if vLLM or Triton is imported already and has none, for both look once."""
     if "vllm.triton_utils" in sys.modules and sys.modules["vllm.triton_utils"].HAS_TRITON:
         return
     installed = entry_points(group="triton.backends", name="cpu")
@@ -90,10 +88,8 @@ def behave_like_a_device() -> None:
 
 def launch_quickly() -> None:
     """Replace the functions of Triton's language once, and remember the types of arrays: the same results sooner.
-
     The interpreter replaces them in each launch of a kernel and again in each function that a kernel calls, for which
-    it looks through hundreds of names, and writes a table of types down whenever it asks for the type of an array.
-    """
+    it looks through hundreds of names, and writes a table of types down whenever it asks for the type of an array."""
     from triton import language
     from triton.runtime import interpreter
 

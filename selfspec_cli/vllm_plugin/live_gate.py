@@ -27,10 +27,8 @@ class LiveGate:
 
     def decide(self, logits: Tensor, state: Any) -> Tensor | None:
         """Draft logits [n, V] -> bool [n], true where drafting goes on; None: all go on.
-
         state: the round (v1/round.py), whose `limits` are compared with, and whose `previous` keeps a cumulative
-        statistic for the next step.
-        """
+        statistic for the next step."""
         gate = self._computes
         if gate is None or gate.statistic is None:
             return None

@@ -21,9 +21,7 @@ def own_settings(sampling_params: Any, settings: ResolvedSettings) -> RequestSet
 
 def check(sampling_params: Any, settings: Mapping[str, Any]) -> None:
     """Refuse what a request asks for that this engine cannot honour; settings: the engine's, in their plain form.
-
-    Raises VLLMValidationError, which vLLM raises for its own parameters and answers over HTTP with status 400.
-    """
+    Raises VLLMValidationError, which vLLM raises for its own parameters and answers over HTTP with status 400."""
     if not sampling_params.extra_args:
         return  # as most do; the requests of a batch are taken in one after the other, and each waits for those before
     try:

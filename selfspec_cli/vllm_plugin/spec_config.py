@@ -117,9 +117,7 @@ def understand_layer_skip(
 
 def _spec_of(args: vllm.EngineArgs) -> dict[str, Any]:
     """The speculative_config, with what vLLM's options --spec-method, --spec-model and --spec-tokens put into it.
-
-    `vllm serve` accepts dashes in the keys of its JSON; so does the original.
-    """
+    `vllm serve` accepts dashes in the keys of its JSON; so does the original."""
     spec = {key.replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
     given = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
     ours = (args.spec_method or spec.get("method")) in METHODS
@@ -163,10 +161,8 @@ def _refuse_keys(spec: Mapping[str, Any]) -> None:
 
 def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: vllm.ModelConfig) -> dict[str, Any]:
     """vLLM's own keys, for a method that has no draft model; `_draft_is_target` makes the target the draft.
-
     Of a draft model vLLM reads the config anew and guesses the method from its name and its architecture: MiMo and
-    DeepSeek-V3 would become their own MTP heads, whatever method was given.
-    """
+    DeepSeek-V3 would become their own MTP heads, whatever method was given."""
     # Lengths by load are ours to follow, also where they are written as vLLM writes them: it would capture its graphs
     # for the batch sizes of its list alone, and requests have lengths of their own.
     ours = {*USER_KEYS, VLLM_KEY} - {"method", "num_speculative_tokens"}

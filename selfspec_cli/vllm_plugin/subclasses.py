@@ -41,10 +41,8 @@ USUAL_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.
 
 def name_in(args: vllm.EngineArgs, parallel: vllm.ParallelConfig) -> None:
     """Name our worker and scheduler in the arguments and in the configuration of an engine that will have early exit.
-
     In `args` too, because vLLM makes the scheduler's configuration from them later on. Raises SettingsError for a
-    device without early exit.
-    """
+    device without early exit."""
     chosen = args.scheduler_cls
     if chosen is None:
         args.scheduler_cls = f"{PLACE}.scheduler"  # whether it is asynchronous is not decided yet
@@ -60,9 +58,7 @@ def name_in(args: vllm.EngineArgs, parallel: vllm.ParallelConfig) -> None:
 
 def subclass_of(base: Any, kind: str) -> str:
     """The dotted name of our subclass of `base`, a class or its dotted name. kind: `WORKER` or `SCHEDULER`.
-
-    vLLM splits a name at its last dot, so that of the base has none.
-    """
+    vLLM splits a name at its last dot, so that of the base has none."""
     dotted = base if isinstance(base, str) else f"{base.__module__}.{base.__qualname__}"
     module, _, name = dotted.rpartition(".")
     return f"{PLACE}.{kind}{module.replace('.', '/')}:{name}"

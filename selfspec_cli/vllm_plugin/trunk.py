@@ -227,10 +227,8 @@ def after_loading(original: Callable[..., None], self: Any, *args: Any, **kwargs
 
 def _decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm_config: vllm.VllmConfig) -> None:
     """Method `skip`: the model itself ends after E layers and speaks through the exit head. Lossy.
-
     Every path to the logits goes through `compute_logits`, so prompt log-probabilities (perplexity) are the truncated
-    model's own too.
-    """
+    model's own too."""
     head = load_exit_head(settings, model, vllm_config)
     place = place_of(model)
     if place.ends_at_end_layer:
@@ -246,9 +244,7 @@ def _decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm
 
 class DraftPositions:
     """What positions of draft steps are to the model: as they are, or moved and once for each dimension.
-
-    shifts: int64 [most], what each request of a round is moved by; CUDA graphs read it, so it is filled in place.
-    """
+    shifts: int64 [most], what each request of a round is moved by; CUDA graphs read it, so it is filled in place."""
 
     def __init__(self, vllm_config: vllm.VllmConfig, most: int, device: torch.device) -> None:
         """most: tokens of a step, or of the run in which vLLM measures memory."""

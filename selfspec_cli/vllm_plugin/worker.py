@@ -21,10 +21,8 @@ WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker"
 
 def leave_worker_classes() -> None:
     """Take this package's extensions out of vLLM's worker classes in this process; call it before an engine starts.
-
     vLLM mixes an extension into its worker class for good, and then refuses another one that has names in common with
-    it. What the new engine wants is mixed in anew, so engines that still live keep their methods.
-    """
+    it. What the new engine wants is mixed in anew, so engines that still live keep their methods."""
     for module, name in WORKERS:
         worker = getattr(sys.modules.get(module), name, None)
         if worker is not None:
@@ -35,10 +33,8 @@ def leave_worker_classes() -> None:
 
 def register_kernels_once() -> None:
     """Let vLLM put its CPU kernels in place for the first engine of this process alone; call it before one starts.
-
     vLLM does so for each engine, and searches every loaded module for what it replaces. llvmlite, which its n-gram
-    drafter loads, holds an object on which that search fails: '_lib_fn_wrapper' object has no attribute 'get'.
-    """
+    drafter loads, holds an object on which that search fails: '_lib_fn_wrapper' object has no attribute 'get'."""
     original = vllm.dispatcher.register_kernels
     if hasattr(original, "__wrapped__"):
         return
@@ -183,9 +179,7 @@ class EarlyExitWorker:
 
     def early_exit_step_bytes(self) -> dict[str, float] | None:
         """Bytes that one full step and one draft step read: weights, and keys and values a token of context.
-
-        None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights.
-        """
+        None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights."""
         from selfspec_cli.vllm_plugin.observe.step_bytes import step_bytes
 
         drafter = self._early_exit_drafter()
@@ -197,9 +191,7 @@ class EarlyExitWorker:
 
     def early_exit_watch(self, on: bool) -> dict[str, dict[str, Any]] | None:
         """Begin to count what must not happen while drafting (early_exit/counters.py), or end it; the counts.
-
-        Raises SettingsError on an engine that does not draft with its own layers.
-        """
+        Raises SettingsError on an engine that does not draft with its own layers."""
         from selfspec_cli.vllm_plugin.observe.watch import Watch
 
         watch = self.__dict__.pop("_early_exit_watch", None)
@@ -262,9 +254,7 @@ class EarlyExitWorker:
 
     def early_exit_fit_weights(self, path: str, kind: str, about: dict[str, Any]) -> dict[str, Any]:
         """Make copies of the weights for what was collected, and save them; returns what is left of the error by layer.
-
-        Raises SettingsError where there can be no such copies.
-        """
+        Raises SettingsError where there can be no such copies."""
         from selfspec_cli.early_exit import fitted_weights
 
         moments = self._early_exit_moments
@@ -287,9 +277,7 @@ class EarlyExitWorker:
     ) -> list[dict[str, Any]]:
         """Solve every planned head at every layer, over all tokens and over each draft vocabulary, test it, and save it
         under `folder`; returns one plain report a head.
-
-        about: what the metadata say of the data (corpus, versions). vocabularies: tag -> token ids.
-        """
+        about: what the metadata say of the data (corpus, versions). vocabularies: tag -> token ids."""
         from selfspec_cli.vllm_plugin.fitting import save_all
 
         return save_all(self.model_runner.get_model(), self.vllm_config, folder, about, vocabularies)

@@ -102,9 +102,7 @@ def as_setting(key: str, value: Any) -> str:
 
 def context_of(settings: Any) -> Context:
     """The context of draft settings, or of a row, which has a column for a kind's own key.
-
-    Raises SettingsError for two contexts, or for none that there is.
-    """
+    Raises SettingsError for two contexts, or for none that there is."""
     by_key = [
         Context(kind.name, (value,))
         for kind in CONTEXTS.values()

@@ -48,10 +48,8 @@ class Window(DraftContext):
 
 class Blocks(DraftContext):
     """The first block, the last TOKENS / 4 tokens, and of the blocks between them those with the greatest attention.
-
     One selection for all layers, made before each round by the attention of the newest token that has keys and values,
-    in one layer three quarters of the way through those that draft (results/LOG.md says what that keeps).
-    """
+    in one layer three quarters of the way through those that draft (results/LOG.md says what that keeps)."""
 
     name = "blocks"
     help = (

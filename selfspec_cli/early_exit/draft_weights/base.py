@@ -56,9 +56,7 @@ class DraftWeights:
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
         """The copy of a weight [out, in] of any float type, on the same device.
-
-        Raises SettingsError (`not_finite`) for a value that is NaN or infinite.
-        """
+        Raises SettingsError (`not_finite`) for a value that is NaN or infinite."""
         raise NotImplementedError
 
     def fit(self, weight: Tensor, moment: Tensor) -> dict[str, Tensor]:
@@ -77,9 +75,7 @@ class DraftWeights:
 
     def reason_against(self, facts: WeightFacts) -> str | None:
         """Why there can be no such copies for a target and a machine with these facts; None where there can be.
-
-        By default linear layers, plain or quantised, are copied, and plain experts.
-        """
+        By default linear layers, plain or quantised, are copied, and plain experts."""
         if not self.copies:
             return None
         if facts.quantization and facts.is_moe:

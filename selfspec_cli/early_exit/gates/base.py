@@ -35,9 +35,7 @@ DEVICE_NAMES = {
 @dataclass(frozen=True)
 class Rule:
     """A gate in force: open while the statistic of gate `feature` is at_least, or at_most, `threshold`.
-
-    feature None: always open.
-    """
+    feature None: always open."""
 
     feature: str | None
     direction: Direction
@@ -45,9 +43,7 @@ class Rule:
 
     def is_open(self, statistic: Tensor, threshold: Tensor | None = None) -> Tensor:
         """Which requests keep drafting: statistic of `feature`, any shape -> bool of that shape. NaN closes the gate.
-
-        threshold: one for each request, of the same shape; None: the rule's for all.
-        """
+        threshold: one for each request, of the same shape; None: the rule's for all."""
         if self.feature is None:
             return statistic.new_ones(statistic.shape).bool()
         limit = self.threshold if threshold is None else threshold

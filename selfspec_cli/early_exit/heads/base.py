@@ -53,7 +53,5 @@ class HeadKind:
         self, equations: NormalEquations, ridge: float, rank: int | None
     ) -> tuple[Mapping[str, Tensor | None], FitReport]:
         """Tensors (None: there is none) from the normal equations of one of `targets`, and how the fit went.
-
-        ridge: relative. rank: None is full. Raises FitError as `NormalEquations.solve`.
-        """
+        ridge: relative. rank: None is full. Raises FitError as `NormalEquations.solve`."""
         raise NotImplementedError

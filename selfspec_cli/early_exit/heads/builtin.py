@@ -44,9 +44,7 @@ class LeastSquares(HeadKind):
 
 class Translator(HeadKind):
     """lm_head(x + f(x)), an affine map to the final hidden state (the tuned lens, arXiv:2303.08112); f = 0 is the lens.
-
-    Full rank: f(x) = x @ weight^T + bias. Rank r: f(x) = (x @ down^T) @ up^T + bias, 2 * hidden * r parameters.
-    """
+    Full rank: f(x) = x @ weight^T + bias. Rank r: f(x) = (x @ down^T) @ up^T + bias, 2 * hidden * r parameters."""
 
     name = "translator"
     help = "a linear map from the exit hidden state to the final one, then the lm_head; may be of low rank"

@@ -33,9 +33,7 @@ class OneQueryAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None, *more: Any, **named: Any) -> Tensor:
         """query [n, query heads * dim], key and value [n, heads * dim] -> [n, query heads * dim].
-
-        With anything more, such as a shape for the output, or without keys and values, vLLM's layer is called.
-        """
+        With anything more, such as a shape for the output, or without keys and values, vLLM's layer is called."""
         own, name = self.attention, self.layer_name
         if more or named or key is None or value is None:
             found: Tensor = own(query, key, value, *more, **named)
@@ -48,9 +46,7 @@ class OneQueryAttention(nn.Module):
 
 def on_one_query(vllm_config: vllm.VllmConfig, device: torch.device) -> Make | None:
     """For `shared.replace_in_layers`: puts one kernel in place of an `Attention` that it can stand in for.
-
-    None where that is not possible for any layer.
-    """
+    None where that is not possible for any layer."""
     on_cuda = device.type == "cuda" and torch.version.cuda is not None
     if not on_cuda or vllm_config.parallel_config.decode_context_parallel_size > 1:
         return None

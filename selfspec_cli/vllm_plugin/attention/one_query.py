@@ -42,9 +42,7 @@ SEVERAL = (128, 4, 2)  # keys of a step, warps and stages for more; and where `h
 @triton.jit
 def _newest(q, key, value, keys, values, slot, scale, cache_block, cache_token, PAGE: tl.constexpr, DIM: tl.constexpr):
     """Scores of the newest token [ROWS] and its value [1, DIM], which it also writes to the token's slot of a head.
-
-    key, value: of that token and head. keys, values: of the head, in the cache's first block.
-    """
+    key, value: of that token and head. keys, values: of the head, in the cache's first block."""
     dim = tl.arange(0, DIM)
     newest, worth = tl.load(key + dim), tl.load(value + dim)
     place = tl.load(slot)
@@ -79,10 +77,8 @@ def _over_cache(
     DIM: tl.constexpr,
 ):
     """best, weight and sums with every SPLITS-th step of KEYS cached keys: an online softmax, [ROWS] and [ROWS, DIM].
-
     keys, values: of a head, in the cache's first block. blocks: the request's row of the block table. block: the blocks
-    of the first step's keys, read before.
-    """
+    of the first step's keys, read before."""
     dim, place = tl.arange(0, DIM), tl.arange(0, KEYS)
     for step in tl.range(split, steps, SPLITS):
         position = step * KEYS + place
@@ -119,9 +115,7 @@ def _together(
 ):
     """Store what a program found; the last program to arrive adds up what all of them stored. Returns whether this is
     the last one, and then the weight [ROWS] and sums [ROWS, DIM] over all programs.
-
-    parts [SPLITS, ROWS, DIM], stats [SPLITS, 2, ROWS] and arrived: of the request and head.
-    """
+    parts [SPLITS, ROWS, DIM], stats [SPLITS, 2, ROWS] and arrived: of the request and head."""
     dim, row = tl.arange(0, DIM), tl.arange(0, ROWS)
     parts += row[:, None] * DIM + dim[None, :]
     tl.store(parts + split * ROWS * DIM, sums, mask=exists[:, None])

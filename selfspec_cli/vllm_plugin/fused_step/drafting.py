@@ -42,9 +42,7 @@ def fused_step(
     decoder: Any, layers: Sequence[Any], copied: Copied, vllm_config: vllm.VllmConfig, device: torch.device, alone: bool
 ) -> FusedStep | None:
     """The kernel for the layers of a decoder that draft, or None where it cannot be had. The log says which, and why.
-
-    alone: nothing else is to hold copies of these layers, so None too where some number of tokens has no kernel.
-    """
+    alone: nothing else is to hold copies of these layers, so None too where some number of tokens has no kernel."""
     logger = vllm.init_logger("vllm.selfspec")
     reason = reason_against(decoder, layers, copied, vllm_config, device)
     if reason is not None:
@@ -95,9 +93,7 @@ def build_for(tokens: int, shape: Shape, device: torch.device) -> Any:
 
 class FusedStep:
     """The weights of layers as the kernels read them, and the kernel for each number of tokens that was asked for.
-
-    copied: kept, to follow weights that are replaced. requests: of the engine, at most.
-    """
+    copied: kept, to follow weights that are replaced. requests: of the engine, at most."""
 
     def __init__(
         self, decoder: Any, layers: Sequence[Any], copied: Copied, page: int, device: torch.device, requests: int
@@ -127,10 +123,8 @@ class FusedStep:
     @torch.inference_mode()
     def __call__(self, num_tokens: int, buffers: Any) -> Tensor | None:
         """Normed hidden states [num_tokens, hidden] of a draft step on vLLM's persistent input buffers.
-
         Call it inside vLLM's forward context. None where the trunk has to run instead: for more tokens, without a KV
-        cache, and where a graph would record what has not run before.
-        """
+        cache, and where a graph would record what has not run before."""
         from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, WideArguments, pointer
 
         if num_tokens > self.most:
@@ -252,9 +246,7 @@ class FusedStep:
 
     def _addresses(self) -> Tensor | None:
         """Where each layer's KV cache begins, int64 [layers].
-
-        None where layers differ in their caches or metadata, or a graph would record addresses not known before.
-        """
+        None where layers differ in their caches or metadata, or a graph would record addresses not known before."""
         context = vllm.get_forward_context()
         caches = [context.no_compile_layers[name].kv_cache for name in self._names]
         found = context.attn_metadata

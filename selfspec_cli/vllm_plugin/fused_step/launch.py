@@ -143,9 +143,7 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
 
 def built(shape: Shape, plan: Plan, tokens: int, shared: int) -> Build:
     """With the largest copies into shared memory of which `shared` bytes have room for FEWEST_SLOTS.
-
-    Raises ValueError where there is no room, or where a block would have to attend to more than one head.
-    """
+    Raises ValueError where there is no room, or where a block would have to attend to more than one head."""
     if tokens * shape.heads > len(plan.blocks):
         raise ValueError(f"{tokens} tokens of {shape.heads} KV heads are more than {len(plan.blocks)} multiprocessors")
     for at_once in RECORDS:
@@ -180,9 +178,7 @@ class WideArguments(ctypes.Structure):
 
 class Kernel:
     """A build on one device. folder: where compiled code is kept, if anywhere; a start that finds it compiles nothing.
-
-    Raises RuntimeError for any error of CUDA's.
-    """
+    Raises RuntimeError for any error of CUDA's."""
 
     def __init__(
         self,

@@ -83,9 +83,7 @@ class Copies:
 
 def add_to(manager: StatLoggerManager, vllm_config: vllm.VllmConfig) -> None:
     """Show what drafting did beside vLLM's own metrics, where an engine drafts with its own layers.
-
-    The logger comes first, so that it takes its numbers out before vLLM's look at what they came in.
-    """
+    The logger comes first, so that it takes its numbers out before vLLM's look at what they came in."""
     settings = settings_of(vllm_config)
     own = next((one for one in manager.stat_loggers if isinstance(one, PrometheusStatLogger)), None)
     if settings is not None and settings.verify and own is not None:

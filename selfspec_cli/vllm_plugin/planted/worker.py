@@ -18,9 +18,7 @@ class FaultyWorker(EarlyExitWorker):
 
     def early_exit_plant(self, name: str) -> None:
         """Plant one fault in place of whatever was planted before.
-
-        Raises SettingsError for a name that there is not here.
-        """
+        Raises SettingsError for a name that there is not here."""
         self.early_exit_mend()
         faults = self._planted_faults()
         if name not in faults:

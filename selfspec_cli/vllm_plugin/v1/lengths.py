@@ -77,9 +77,7 @@ class DraftLengths:
         self, requests: Mapping[str, Any], load: int, names: Sequence[str], contexts: Sequence[int]
     ) -> list[RequestBudget]:
         """For each of the requests `names`, of a batch of `load`. contexts: tokens of each whose keys are known.
-
-        requests: all that the runner has, by name, each with `sampling_params`; others are forgotten.
-        """
+        requests: all that the runner has, by name, each with `sampling_params`; others are forgotten."""
         if len(self._own) > 2 * len(requests) + 16:
             for name in self._own.keys() - requests.keys():
                 self._own.pop(name)

@@ -57,9 +57,7 @@ def _by_request(processor: Any) -> bool:
 def not_to_draft(batch: Any, requests: Mapping[str, Any]) -> set[int]:
     """Rows of a batch whose requests draft nothing, because drafts would have to be verified with what vLLM applies to
     one row a request: a custom processor, a thinking budget, `logit_bias`, or `min_p` of a sampled one.
-
-    requests: all that the runner has, by name.
-    """
+    requests: all that the runner has, by name."""
     rows: set[int] = set()
     for row, name in enumerate(batch.req_ids):
         asked = requests[name].sampling_params
@@ -126,7 +124,6 @@ class Followed:
 
 class Budgets:
     """In place of vLLM's `ThinkingBudgetStateHolder`, for batches in which requests with a budget have no drafts.
-
     alone: makes a holder of vLLM's for one request, as a plain engine has it."""
 
     def __init__(self, alone: Callable[[], Any]) -> None:

@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 
 def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelProposer]:
     """Replacement for the V1 runner's `DraftModelProposer`: early exit where it is configured, vLLM's own elsewhere.
-
-    A subclass, because the runner also uses the name in isinstance checks.
-    """
+    A subclass, because the runner also uses the name in isinstance checks."""
 
     class DraftModelOrEarlyExit(original):
         def __new__(cls, vllm_config: vllm.VllmConfig, *args: Any, **kwargs: Any) -> DraftModelProposer:
@@ -115,10 +113,8 @@ class _EarlyExit(DraftModelProposer):
         self, kv_cache_config: vllm.KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
         """Draft in all of the target's own attention groups. A hybrid model has several.
-
         With the KV cache the model's context length is final: `max_model_len=auto` may have shortened it since this
-        proposer was created.
-        """
+        proposer was created."""
         max_model_len = self.vllm_config.model_config.max_model_len
         # Requests near max_model_len draft less (see `_start`); vLLM would switch drafting off for the whole batch.
         self.runner.effective_drafter_max_model_len = max_model_len + self.num_speculative_tokens
@@ -172,9 +168,7 @@ class _EarlyExit(DraftModelProposer):
         self, common_attn_metadata: CommonAttentionMetadata, sampled: Any, verified: Sequence[int], *args: Any
     ) -> tuple[CommonAttentionMetadata, Tensor]:
         """Remember how many draft tokens of each request were verified. Called only after a step with drafts.
-
-        The runner gathers hidden states for drafters that need them; this one needs none.
-        """
+        The runner gathers hidden states for drafters that need them; this one needs none."""
         self._verified = verified
         return common_attn_metadata, self._nothing
 
@@ -196,10 +190,8 @@ class _EarlyExit(DraftModelProposer):
         **unused: Any,
     ) -> list[list[int]]:
         """Draft for every request that sampled a token in this step.
-
         Returns: one list of token ids for each request, in batch order: up to k that the model drafted, then those that
-        prompt lookup copied.
-        """
+        prompt lookup copied."""
         began = time.perf_counter()
         batch = self.runner.input_batch
         sampled, verified = self._sampled, self._verified
@@ -235,9 +227,7 @@ class _EarlyExit(DraftModelProposer):
         self, state: Round, proposals: list[list[int]], sampling_metadata: vllm.SamplingMetadata
     ) -> list[tuple[Tensor, Tensor]]:
         """Run the draft loop, which appends to `proposals`.
-
-        Returns: for each step, if drafts are drawn, its rows [n] and their distributions [n, vocabulary].
-        """
+        Returns: for each step, if drafts are drawn, its rows [n] and their distributions [n, vocabulary]."""
         batch, limit = self.runner.input_batch, state.steps
         probabilistic = self._draws(sampling_metadata)
         probs: list[tuple[Tensor, Tensor]] = []
@@ -270,9 +260,7 @@ class _EarlyExit(DraftModelProposer):
 
     def _go_on(self, state: Round, open_: Tensor | None, steps: int) -> bool:
         """Drop the requests that stop drafting after `steps` steps. Returns whether any is left.
-
-        Most steps stop no request, and indexing every tensor of the round would cost as much as the gate itself.
-        """
+        Most steps stop no request, and indexing every tensor of the round would cost as much as the gate itself."""
         masks = [] if open_ is None else [open_]
         if steps >= state.room:
             masks.append(state.positions < self._last_useful)
@@ -315,10 +303,8 @@ class _EarlyExit(DraftModelProposer):
 
     def _start(self, batch: Any, limit: int, proposals: list[list[int]]) -> Round | None:
         """State of a new round: the requests that sampled a token, may draft, and have room for another token.
-
         A request with a prompt-lookup draft gets that into `proposals` and drafts nothing itself. Returns None if no
-        request drafts.
-        """
+        request drafts."""
         alone = not_to_draft(batch, self.runner.requests)
         rows = [row for row, sampled in enumerate(self._sampled) if sampled and row not in alone]
         rows = [row for row in rows if not self._ended(row)] if limit else []
@@ -391,9 +377,7 @@ class _EarlyExit(DraftModelProposer):
 
     def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], proposals: list[list[int]], places: int) -> Tensor:
         """Stack the steps' distributions to [requests, places, vocabulary]; the runner reads only proposed places.
-
-        A token that prompt lookup copied has probability 1, because nothing else could have been drafted there.
-        """
+        A token that prompt lookup copied has probability 1, because nothing else could have been drafted there."""
         stacked = torch.zeros(len(proposals), places, self.vllm_config.model_config.get_vocab_size())
         drawn = [0] * len(proposals)
         for step, (rows, step_probs) in enumerate(probs):

@@ -58,9 +58,7 @@ class Ahead:
         cls, state: Round, steps: int, tables: Sequence[Any], requests: int, context: ContextKernel | None = None
     ) -> Ahead:
         """The next `steps` steps of `state`. tables: vLLM's, one a KV cache group; requests: in the batch.
-
-        context: what leaves blocks out; None: the steps attend to all of the context.
-        """
+        context: what leaves blocks out; None: the steps attend to all of the context."""
         positions = state.positions + torch.arange(steps).unsqueeze(1)  # [steps, n]
         groups = []
         for table in tables:
@@ -82,9 +80,7 @@ class Ahead:
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The next step's attention metadata and slots [n] by layer name: one query token a request, attending to
         everything up to and including itself.
-
-        groups: KV cache groups with the names of their layers that draft. starts: int32 0, 1, ..., at least n + 1.
-        """
+        groups: KV cache groups with the names of their layers that draft. starts: int32 0, 1, ..., at least n + 1."""
         seq_lens, n = self.seq_lens[self.step], self.seq_lens.shape[1]
         metadata: dict[str, Any] = {}
         slot_mappings: dict[str, Tensor] = {}

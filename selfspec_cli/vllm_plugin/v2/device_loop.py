@@ -61,7 +61,6 @@ def wait(what: str) -> None:
 
 class DeviceLoop:
     """Captures loops on one device. Graphs captured through it must not outlive it: it owns their bodies' memory.
-
     kept: tensors outside that memory that must live as long."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,10 +79,8 @@ class DeviceLoop:
 
     def capture(self, flag: Tensor, body: Callable[[], None]) -> None:
         """Add `while (*flag > 0) body()` to the graph that the current stream is capturing.
-
         flag: int32 scalar on the device. body: launches work on the current stream; it must allocate through PyTorch
-        alone and launch only kernels and copies on the device. Raises RuntimeError for any error of CUDA's.
-        """
+        alone and launch only kernels and copies on the device. Raises RuntimeError for any error of CUDA's."""
         from cuda.bindings import runtime as rt
 
         outer = torch.cuda.current_stream().cuda_stream

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 @triton.jit
 def _reduce_block(logits, logits_stride, vocab_size, parts, indices, BLOCK: tl.constexpr):
     """What one block of a row's logits says: its best token, and sums from which all statistics follow.
-
     parts: [rows, 5, blocks]: greatest logit m and second greatest, the sum of e^(x - m), the mean of x - m under these
-    weights, and the weighted sum of its squared deviations (E[x^2] - E[x]^2 would cancel in float32).
-    """
+    weights, and the weighted sum of its squared deviations (E[x^2] - E[x]^2 would cancel in float32)."""
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits + row * logits_stride + columns, mask=columns < vocab_size, other=-float("inf"))
@@ -195,9 +193,7 @@ class EndStep:
 
     def __call__(self, state: DraftState, logits: Tensor, tokens: Tensor | None = None) -> None:
         """logits: [rows, V'] of the draft distribution, before any sampling.
-
-        tokens: int64 [rows] as ids of the full vocabulary where they were drawn already; None takes the most likely.
-        """
+        tokens: int64 [rows] as ids of the full vocabulary where they were drawn already; None takes the most likely."""
         rows, k = logits.shape[0], state.draft_tokens.shape[1]
         _reduce_block[(rows, self.blocks)](
             logits, logits.stride(0), self.vocab_size, self.parts, self.indices, BLOCK=self._BLOCK
@@ -238,10 +234,8 @@ def _undrafted(mask, local_positions, mapping, lengths, count, BLOCK: tl.constex
 
 def undrafted(local_positions: Tensor, mapping: Tensor, lengths: Tensor) -> Tensor:
     """Which input tokens of a verify pass stand where nothing was drafted, bool [logits].
-
     local_positions, mapping: [logits] place in its request's draft, and request. lengths: int32 [requests], tokens that
-    each request drafted.
-    """
+    each request drafted."""
     count, block = local_positions.shape[0], 1024
     mask = torch.empty(count, dtype=torch.bool, device=local_positions.device)
     _undrafted[(triton.cdiv(count, block),)](mask, local_positions, mapping, lengths, count, BLOCK=block)

@@ -39,10 +39,8 @@ class Verdict(NamedTuple):
 @dataclass(frozen=True)
 class Ending:
     """Where a request ends: at `length` tokens, its prompt counted in, and after the token `stop` (-1: none).
-
     vLLM's scheduler begins a step before it has seen the tokens of the last one, so it also runs one for a request that
-    has just ended. On the device the end is known at once, and nothing has to be drafted in vain while others wait.
-    """
+    has just ended. On the device the end is known at once, and nothing has to be drafted in vain while others wait."""
 
     length: int = LARGEST
     stop: int = -1
@@ -79,10 +77,8 @@ def take_in(
     ends: Sequence[Ending],
 ) -> None:
     """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own.
-
     Under load most steps bring new requests, and the host launches this while others wait for their tokens. So all of
-    it is one copy and one kernel.
-    """
+    it is one copy and one kernel."""
     lines = [
         (slot, end.length, end.stop, LARGEST if one.k is None else one.k, *struct.unpack("i", struct.pack("f", limit)))
         for slot, one, limit, end in zip(slots, own, limits, ends, strict=True)

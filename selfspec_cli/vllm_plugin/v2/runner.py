@@ -64,10 +64,8 @@ def leave_out_drafting(original: Callable[..., Any], self: Any, *args: Any, **kw
 
 def _drafting_is_disabled(runner: Any, step: Any) -> bool:
     """Whether a step (vLLM's ExecuteModelState) verifies no drafts and makes none, and the last one made none either.
-
     The first step that makes none is the speculator's, which takes in what was accepted. Requests with a grammar wait
-    for drafts to check, and ranks of a pipeline for a message with drafts.
-    """
+    for drafts to check, and ranks of a pipeline for a message with drafts."""
     return (
         getattr(runner.speculator, "drafting_disabled", False)  # vLLM's own have no such word
         and step.num_spec_tokens_to_schedule == 0
@@ -159,9 +157,7 @@ def _keeping(sampler: Any, processed: list[Tensor]) -> Any:
 
 def one_a_row(sampled: Tensor, counts: Tensor, begins: Tensor, rows: int) -> Tensor:
     """Sampled tokens [rows], in the rows of the logits that they were sampled from, and 0 in others.
-
-    sampled: [requests, places], of which each has `counts` [requests]; begins: [requests + 1], first row of each.
-    """
+    sampled: [requests, places], of which each has `counts` [requests]; begins: [requests + 1], first row of each."""
     places = torch.arange(sampled.shape[1], device=sampled.device)
     taken = places < counts.unsqueeze(1)
     where = torch.where(taken, begins[:-1].unsqueeze(1) + places, rows)  # those not sampled go behind the last row

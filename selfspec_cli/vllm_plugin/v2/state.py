@@ -48,10 +48,8 @@ class RoundInputs(NamedTuple):
 
 class Progress(NamedTuple):
     """The scalars of a round, and the counters.
-
     limit: most drafts a round; round_limit: the most of any row this round. active, going: rows in this step, and rows
-    that go on after it. counts: int64, see worth.py.
-    """
+    that go on after it. counts: int64, see worth.py."""
 
     step: Tensor
     limit: Tensor
@@ -223,10 +221,8 @@ class DraftState:
         measures: bool = False,
     ) -> None:
         """Around tensors that vLLM's speculator owns already; all others start at zero, the gate open.
-
         table: limits by load; None: k for all. free: None without free drafts; text: the tokens of all requests, for
-        these. measures: whether the value of a step ends a round.
-        """
+        these. measures: whether the value of a step ends a round."""
         rows, k = draft_tokens.shape
         device, self.features = draft_tokens.device, device_features()
 
@@ -348,9 +344,7 @@ class DeviceGate(LiveGate):
 @dataclass
 class DeviceRecorder:
     """Collects the record of `DraftRecorder` from drafts that stay on the device, without waiting for them.
-
-    Each round is a handful of small copies; they are read when the record is.
-    """
+    Each round is a handful of small copies; they are read when the record is."""
 
     features: tuple[str, ...] = field(default_factory=device_features)
     _rounds: list[tuple[list[str], Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)

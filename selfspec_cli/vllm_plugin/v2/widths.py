@@ -115,9 +115,7 @@ def capture_larger_steps(config: Any) -> None:
 
 class WidthPlanner:
     """Plans for one scheduler, and learns from its steps.
-
-    layers: of the model. times: reads what the engine measured at its start; None until it has.
-    """
+    layers: of the model. times: reads what the engine measured at its start; None until it has."""
 
     def __init__(
         self, settings: ResolvedSettings, layers: int = 1, times: Callable[[], StepTimes | None] = lambda: None
@@ -143,9 +141,7 @@ class WidthPlanner:
 
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
         """Draft slots that each request gets in the step that follows `output`, which was just scheduled.
-
-        output: vLLM's SchedulerOutput. requests: the scheduler's, by name, which this step has advanced.
-        """
+        output: vLLM's SchedulerOutput. requests: the scheduler's, by name, which this step has advanced."""
         for new in output.scheduled_new_reqs:
             own = own_settings(new.sampling_params, self.settings)
             if own.k is not None:
@@ -217,10 +213,8 @@ class WidthPlanner:
 
     def read(self, output: Any, now: float) -> None:
         """The tokens of a step were read at `now`, in seconds; its verdicts are in.
-
         From one step's tokens to the next one's, the device drafts and verifies once, if it had something to do all the
-        time: some request must have been there before. Steps after a much larger or smaller batch say nothing.
-        """
+        time: some request must have been there before. Steps after a much larger or smaller batch say nothing."""
         assert self.rule is not None
         scheduled = output.num_scheduled_tokens
         load = len(scheduled)
@@ -247,9 +241,7 @@ class WidthPlanner:
 
     def _longest(self, scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
         """The most that any scheduled request may draft after its step, and how many may not draft, by reason.
-
-        The host does this between two steps, so it looks at no request of which it is clear what it may draft.
-        """
+        The host does this between two steps, so it looks at no request of which it is clear what it may draft."""
         load = len(scheduled)
         if not (self._table.by_context or self._own):
             k = self._at(load).k

@@ -36,10 +36,8 @@ _NUMBERS = [name for name in DEVICE_NAMES if name != "previous"]
 
 def source(gates: Iterable[Gate]) -> str:
     """The Triton function `statistics`: float32 [PADDED], the statistic of the gate number c in place c.
-
     columns: 0, 1, ..., PADDED - 1. confidence and so on: `DEVICE_NAMES`. before: pointer to the row's statistics of the
-    step before, read only where `later` (a step that is not the first).
-    """
+    step before, read only where `later` (a step that is not the first)."""
     lines = [
         "@triton.jit",
         f"def statistics(columns, {', '.join(_NUMBERS)}, before, later):",

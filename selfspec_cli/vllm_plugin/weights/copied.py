@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 class Kernels(Protocol):
     """The module that `DraftWeights.kernels` names. It is imported where the weights are on a CUDA device, only there.
-
     COMPILE_SIZES: numbers of tokens for which a compiled trunk needs a graph of its own, because `linear` takes another
-    path for them.
-    """
+    path for them."""
 
     COMPILE_SIZES: tuple[int, ...]
 
@@ -168,10 +166,8 @@ def copied(kind: DraftWeights, dtype: torch.dtype, layer: Any, name: str) -> nn.
 
 def plain_weight(layer: Any) -> Tensor | None:
     """The weight [out, in] that a linear layer multiplies by; None for one of which it cannot be had.
-
     vLLM's CPU build packs linear weights into buffers of its kernels' own and empties the parameter, and a quantised
-    layer has another form for each method. Both are read back: what the layer makes of the unit vectors.
-    """
+    layer has another form for each method. Both are read back: what the layer makes of the unit vectors."""
     weight, method = getattr(layer, "weight", None), getattr(layer, "quant_method", None)
     if isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
         if weight.numel() or not hasattr(layer, "cpu_linear"):
@@ -187,10 +183,8 @@ UNIT_VECTORS = 512  # multiplied at once, so that they take little memory compar
 @torch.inference_mode()
 def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
     """What vLLM packed, [out, in]: exact but for rounding to `dtype`, because every sum has one term that is not zero.
-
     A layer that rounds its tokens by a scale from the checkpoint (static fp8) takes that scale in place of ones: it is
-    rounded to one, where a 1 might be beyond the greatest value.
-    """
+    rounded to one, where a 1 might be beyond the greatest value."""
     columns, parts = int(layer.input_size_per_partition), []
     device = next(layer.parameters()).device
     scale = getattr(layer, "input_scale", None)
@@ -210,9 +204,7 @@ SUFFIX = ".draft"  # of the name by which a forward pass finds the copy; the tar
 
 def on_copied_experts(kind: DraftWeights, vllm_config: vllm.VllmConfig) -> Make:
     """For `replace_in_layers`: a mixture of experts on copies of its experts' weights.
-
-    What is made raises SettingsError for experts whose weights are not plain and of the model's dtype.
-    """
+    What is made raises SettingsError for experts whose weights are not plain and of the model's dtype."""
 
     def runner(module: nn.Module, name: str) -> nn.Module | None:
         return _copied_runner(kind, module, name, vllm_config) if isinstance(module, vllm.MoERunner) else None
@@ -321,8 +313,7 @@ def _with_method(experts: Any, method: Any, tensors: dict[str, Tensor]) -> nn.Mo
 
 def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tensor]:
     """The weights of this rank's experts: "w13_weight" [experts, 2 * intermediate, hidden], gate above up, and
-    "w2_weight" [experts, hidden, intermediate]. Raises SettingsError where vLLM holds them in another form.
-    """
+    "w2_weight" [experts, hidden, intermediate]. Raises SettingsError where vLLM holds them in another form."""
     method = experts.quant_method
     if type(method) is not vllm.UnquantizedFusedMoEMethod:
         raise kind.impossible(f"the experts of {name} are quantised ({type(method).__name__})")
@@ -348,10 +339,8 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
 
 def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
     """What vLLM's CPU build packed, [experts, out, in].
-
     Packing moves values and changes none, in each expert alike. Where it moves them is seen by packing the numbers of
-    their places, a byte at a time, for bfloat16 holds no larger integers.
-    """
+    their places, a byte at a time, for bfloat16 holds no larger integers."""
     places = torch.arange(packed[0].numel()).view_as(packed[:1])
     source = torch.zeros_like(places)
     for shift in range(0, places.numel().bit_length(), 8):

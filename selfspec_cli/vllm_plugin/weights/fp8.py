@@ -22,10 +22,8 @@ def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
     """x [n, in] bf16, {"weight": e4m3 [out, in], "scale": float32 [out, 1]}, bias [out] -> [n, out] bf16. CUDA only.
-
     One token stays in bf16 (W8A16). More are turned into e4m3 too (W8A8), with one scale a token: vLLM's CUTLASS kernel
-    is faster than Marlin's W8A16 up to 16 tokens on an H200 (results/published/gpu/fp8).
-    """
+    is faster than Marlin's W8A16 up to 16 tokens on an H200 (results/published/gpu/fp8)."""
     out: Tensor = torch.ops.selfspec.linear_e4m3(x, tensors["weight"], tensors["scale"])
     return out if bias is None else out + bias
 

@@ -262,9 +262,7 @@ def _rounded(graph: fx.Graph, x: fx.Node, bits: int) -> tuple[fx.Node, fx.Node] 
 
 def _is_norm(node: fx.Node) -> bool:
     """Whether a node is vLLM's norm of a sum, of a form that `rounding.add_and_norm` knows.
-
-    Its weight has to be an input of the graph, because the kernel reads it before the kernel in front has ended.
-    """
+    Its weight has to be an input of the graph, because the kernel reads it before the kernel in front has ended."""
     if getattr(node.target, "name", lambda: "")() != "vllm_ir::fused_add_rms_norm":
         return False
     x, residual, weight, _, *variance = node.args

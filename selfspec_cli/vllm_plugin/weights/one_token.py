@@ -69,9 +69,7 @@ def _gemv(
 
 def gemv(x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """weight [out, in] times the one token in x [..., in], summed in float32 -> [..., out], in x's dtype.
-
-    weight and x are contiguous. scale: float32, one a row of an 8-bit weight; bias: [out].
-    """
+    weight and x are contiguous. scale: float32, one a row of an 8-bit weight; bias: [out]."""
     rows, columns = weight.shape
     tile_rows, tile_columns, warps, stages = TILES[weight.element_size()]
     out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
@@ -185,10 +183,8 @@ def _rows(
     EARLY: tl.constexpr,
 ):
     """A program, which is one warp, multiplies a token by ROWS rows of TOTAL groups, GROUPS at a time.
-
     REST: a power of two that is enough for what remains of a row. EARLY: the program is launched with the kernel in
-    front, and asks for its first weights before it waits for the token.
-    """
+    front, and asks for its first weights before it waits for the token."""
     FULL: tl.constexpr = TOTAL // GROUPS
     first = tl.program_id(0) * ROWS
     group, last = tl.arange(0, GROUPS), FULL * GROUPS + tl.arange(0, REST)

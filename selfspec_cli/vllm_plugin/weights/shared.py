@@ -53,10 +53,8 @@ def replace_in_layers(
 
 def with_replaced(module: nn.Module, make: Make, name: str = "") -> nn.Module:
     """`module` with every part for which `make` has a replacement replaced; `module` itself if there is none.
-
     What holds a replaced part is copied shallowly, all else is shared, and `module` is not changed. A part for which
-    `make` returns the part itself is shared whole.
-    """
+    `make` returns the part itself is shared whole."""
     made = make(module, name)
     if made is not None:
         return made

@@ -184,10 +184,8 @@ def built(
     warps: int | None = None,
 ) -> Build:
     """The build for steps of up to `tokens` tokens (one of WIDTHS) on `blocks` multiprocessors.
-
     warps: one of WARPS, in place of those with which the slowest warp should take least time. Raises ValueError if a
-    block's tiles or the rings have no room.
-    """
+    block's tiles or the rings have no room."""
     plans: list[tuple[float, Build]] = []
     reason = ValueError()
     parts = _parts_of_down(shape, blocks)
@@ -226,9 +224,7 @@ def _rounds(tiles: int, groups: int, row_groups: int, warps: int) -> int:
 
 def _row_groups(tiles: int, groups: int, warps: int, most: int) -> int:
     """Groups of warps that share a block's tiles: the number with which the slowest warp multiplies fewest records.
-
-    most: tiles of a warp.
-    """
+    most: tiles of a warp."""
     possible = [
         n for n in range(1, warps + 1) if warps % n == 0 and -(-tiles // n) <= most and warps // n * tiles <= MOST_SUMS
     ]
@@ -239,9 +235,7 @@ def _row_groups(tiles: int, groups: int, warps: int, most: int) -> int:
 
 def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
     """Parts of the rows and of the columns of down with which builds for all numbers of tokens should take least time.
-
-    They are the same for all, because weights are laid out by them.
-    """
+    They are the same for all, because weights are laid out by them."""
 
     def cost(rows: int) -> tuple[float, int, int]:
         slices, all_us = min(blocks // rows, shape.groups["down"]), 0.0

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from selfspec_cli.early_exit.gates import GATES, Rule, check_threshold
+from selfspec_cli.early_exit.gates import GATES, check_threshold
 from selfspec_cli.early_exit.gates.distribution import Distribution
 
 
@@ -18,12 +18,8 @@ class LiveGate:
         """Change the gate. Raises SettingsError for an unknown gate, or a threshold out of its range."""
         checked = check_threshold(kind, threshold)
         rule = GATES[kind].rule(checked)
-        self._accept(rule)
         self.kind, self.threshold, self.rule = kind, checked, rule
         self._computes = None if rule.feature is None else GATES[rule.feature]  # whose statistic is compared
-
-    def _accept(self, rule: Rule) -> None:
-        """For subclasses: raises SettingsError for a rule that they cannot follow, before anything has changed."""
 
     def decide(self, logits: Tensor, state: Any) -> Tensor | None:
         """Draft logits [n, V] -> bool [n], true where drafting goes on; None: all go on.

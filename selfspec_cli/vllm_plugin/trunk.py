@@ -14,13 +14,14 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.fitted_weights import FittedWeights
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.view import as_text, drafting_layers
 from selfspec_cli.vllm_plugin import compile_cache
@@ -38,9 +39,6 @@ from selfspec_cli.vllm_plugin.weights.shared import (
     shallow_copy,
 )
 from selfspec_cli.vllm_plugin.wrap import around
-
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.fitted_weights import FittedWeights
 
 
 def first_layers(

@@ -6,15 +6,13 @@ runs vLLM's kernels, so another way to round a sum can change a draft and no out
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.weights.shared import Make
+from selfspec_cli.vllm_plugin.weights.shared import Make
 
 OPERATOR = "selfspec::attend_once"
 DIMS = (64, 128)  # of a head; the kernel has been timed with these

@@ -16,13 +16,15 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
@@ -41,10 +43,6 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 )
 from selfspec_cli.vllm_plugin.weights.copied import Watch, renew
 from selfspec_cli.vllm_plugin.weights.shared import without_adapters
-
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.length_table import LengthTable
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
 def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelProposer]:

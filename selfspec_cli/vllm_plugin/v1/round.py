@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
+from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.vllm_names import CommonAttentionMetadata
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 
 
 @dataclass

@@ -15,15 +15,17 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.fitted_weights import FittedWeights
 from selfspec_cli.early_exit.view import drafting_layers
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts import kernel_for
+from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.decoder import place_of
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep, fused_step
@@ -50,9 +52,6 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 from selfspec_cli.vllm_plugin.weights.copied import Watch, renew
 from selfspec_cli.vllm_plugin.weights.shared import all_on_own_weights, without_adapters
 
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.fitted_weights import FittedWeights
-    from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.step_times import Replay
 from selfspec_cli.vllm_plugin.v2.widths import decode_sizes, mixed_sizes, reach, widths
@@ -30,7 +31,6 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 )
 
 if TYPE_CHECKING:
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
     from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor, ModelCudaGraphManager
 
 SHORT_ROWS = 64

@@ -9,18 +9,14 @@ statistic; one program a row then decides, stores the token and prepares the nex
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin.v2.matches import take_over
+from selfspec_cli.vllm_plugin.v2.state import DraftState
 from selfspec_cli.vllm_plugin.v2.worth import NAN_LOGITS, PADDED, WIDTH, statistics, still_stands, turn
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.v2.state import DraftState
 
 
 @triton.jit

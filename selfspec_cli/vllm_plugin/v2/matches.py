@@ -12,7 +12,7 @@ who is left, and ends the round where a step for these costs all more than it br
 from __future__ import annotations
 
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from selfspec_cli.early_exit import free_drafts
 from selfspec_cli.vllm_plugin import vllm_names as vllm
+from selfspec_cli.vllm_plugin.v2.state import DraftState
 from selfspec_cli.vllm_plugin.v2.worth import FREE_ACCEPTED, FREE_DRAFTED, turn
 
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.v2.state import DraftState
 LONGEST = tl.constexpr(free_drafts.LONGEST)
 WEIGHT = tl.constexpr(free_drafts.WEIGHT)
 _BLOCK = 1024

@@ -7,21 +7,16 @@ memory; it has one that gathers, too, but gathers logits through NCCL. In draft 
 graph shows, before the loop is captured, whether the exchange works in a loop on this machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin.v2 import device_loop
 from selfspec_cli.vllm_plugin.vllm_names import PyNcclCommunicator, get_tp_group, graph_capture
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.v2.device_loop import DeviceLoop
 
 WIDTH, TURNS = 1024, 3  # of the trial: numbers that ranks exchange, and turns of its loop
 
@@ -61,7 +56,7 @@ def gathered(communicator: Any, otherwise: Callable[..., Tensor], part: Tensor, 
     return found.reshape(*part.shape[:dim], -1, *part.shape[dim + 1 :])
 
 
-def reason_against_a_loop(loop: DeviceLoop, device: torch.device) -> str | None:
+def reason_against_a_loop(loop: device_loop.DeviceLoop, device: torch.device) -> str | None:
     """Why ranks cannot exchange anything inside a loop on the device; None if they can. Every rank must call it."""
     group = get_tp_group()
     kernel, row = group.device_communicator.ca_comm, torch.zeros(1, WIDTH, dtype=torch.bfloat16, device=device)
@@ -85,7 +80,7 @@ def reason_against_a_loop(loop: DeviceLoop, device: torch.device) -> str | None:
 
 
 def _tried(
-    loop: DeviceLoop,
+    loop: device_loop.DeviceLoop,
     group: Any,
     add: Callable[[Tensor], Tensor],
     gather: Callable[[Tensor], Tensor],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,10 +19,8 @@ from selfspec_cli.early_exit.length_table import LARGEST
 from selfspec_cli.early_exit.resolved import RequestSettings
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.v2.matches import judge, look_up
+from selfspec_cli.vllm_plugin.v2.state import DraftState
 from selfspec_cli.vllm_plugin.v2.worth import ROUNDS, count_step, join, judge_confidence
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.v2.state import DraftState
 
 
 class Verdict(NamedTuple):

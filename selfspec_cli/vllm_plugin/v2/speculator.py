@@ -12,13 +12,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.resolved import NOTHING
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.resolved import NOTHING, ResolvedSettings
+from selfspec_cli.early_exit.rule import Choice
 from selfspec_cli.early_exit.settings import AUTO
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin import vllm_names as vllm
@@ -37,10 +39,6 @@ from selfspec_cli.vllm_plugin.vllm_names import dispatch_cg_and_sync_dp, init_lo
 from selfspec_cli.vllm_plugin.weights import lowbit
 from selfspec_cli.vllm_plugin.wrap import around
 
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.length_table import LengthTable
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.early_exit.rule import Choice
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit import confidence, free_drafts
 from selfspec_cli.early_exit.counters import JUDGED, STOOD, Snapshot
-from selfspec_cli.early_exit.gates import Rule, device_features, require_device
+from selfspec_cli.early_exit.gates import GATES, check_threshold, device_features, require_device
 from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
@@ -331,14 +331,12 @@ class DeviceGate(LiveGate):
 
     def set(self, kind: str, threshold: float | None) -> None:
         """As `LiveGate.set`; takes effect in the next round, and needs no recapture."""
+        require_device(GATES[kind].rule(check_threshold(kind, threshold)))  # before anything has changed
         super().set(kind, threshold)
         rule = self.rule
         sign, limit = 1.0 if rule.direction == "at_least" else -1.0, self.limit(None)
         self._state.gate.feature.fill_(-1 if rule.feature is None else self._state.features.index(rule.feature))
         self._state.gate.rule.copy_(torch.tensor([sign, limit]))
-
-    def _accept(self, rule: Rule) -> None:
-        require_device(rule)
 
 
 @dataclass

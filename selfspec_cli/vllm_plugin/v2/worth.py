@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -26,9 +26,7 @@ from selfspec_cli.early_exit import confidence
 from selfspec_cli.early_exit.gates import GATES, Gate, device_features
 from selfspec_cli.early_exit.gates.base import DEVICE_NAMES
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.v2.state import DraftState
+from selfspec_cli.vllm_plugin.v2.state import DraftState
 
 FILE = "<gate statistics>"
 _NUMBERS = [name for name in DEVICE_NAMES if name != "previous"]

@@ -15,20 +15,18 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights
+from selfspec_cli.early_exit.fitted_weights import FittedWeights
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.weights.shared import Make, shallow_copy, with_replaced
 from selfspec_cli.vllm_plugin.wrap import Function, around
-
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.fitted_weights import FittedWeights
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
 class Kernels(Protocol):

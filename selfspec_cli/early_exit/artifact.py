@@ -69,12 +69,10 @@ def load_head(
     vocab_size: int | None = None,
     fingerprint: str | None = None,
 ) -> LoadedHead:
-    """Read a head from .safetensors or .pt, or from a directory of heads (then `layer` picks it).
-
-    layer, hidden, vocab_size, fingerprint: what the model at hand needs; each is checked if given. A .pt file knows no
-    fingerprint, and passes that check. Tensors arrive on the CPU in the dtype they were saved in. Raises HeadError for
-    a missing, truncated or foreign file, or a head fitted on another model, layer or shape.
-    """
+    """Read a head from .safetensors or .pt, or the one for `layer` from a directory of heads, on the CPU.
+    layer, hidden, vocab_size, fingerprint: of the model at hand; each is checked if given, but a .pt file has no
+    fingerprint. Raises HeadError for a missing, truncated or foreign file, or a head of another model, layer or
+    shape."""
     file = head_file(path, layer)
     if not file.is_file():
         raise HeadError(f"head {file} does not exist")
@@ -204,14 +202,10 @@ _SAMPLES = 64  # values per axis at most: enough to tell fine-tunes apart, nothi
 
 def model_fingerprint(config: Mapping[str, Any], embedding: Tensor) -> str:
     """Sixteen hexadecimal digits of a SHA-256 over the architecture and a small sample of weights.
-
     config: of the text model. embedding: of its tokens, [V or more, hidden], which every way of loading the model
     leaves unquantised; gathered where ranks share it. Rows beyond `vocab_size` (padding) are not sampled.
-
-    Up to 64 x 64 values at even spacing are rounded to bfloat16 before hashing: a model stored in bf16 and served in
-    fp32, or stored in fp32 and served in bf16, keeps its fingerprint. Serving bf16 weights in fp16 may change it (fp16
-    cannot hold the smallest values).
-    """
+    Up to 64 x 64 values at even spacing are rounded to bfloat16, so that fp32 and bf16 of one model have one
+    fingerprint. Weights in fp16 may have another (fp16 cannot hold the smallest values)."""
     shape = {name: config.get(name) for name in CONFIG_FIELDS}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     rows = min(len(embedding), shape["vocab_size"] or len(embedding))

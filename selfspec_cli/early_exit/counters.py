@@ -37,12 +37,9 @@ INVARIANTS = {
 @dataclass(frozen=True)
 class VerifyCounts:
     """Speculative decoding as vLLM counts it, over one stretch of work.
-
-    rounds: verify steps that had drafts, one a request. places: tokens that verify passes looked at. On CUDA vLLM plans
-    a pass before the drafts exist, so that it looks at k places of each request, whatever was drafted; elsewhere the
-    places are the drafted tokens but for those that a request's last round no longer needed. accepted: tokens.
-    accepted_at: tokens accepted at draft position 1..k.
-    """
+    rounds: verify steps that had drafts, one a request. places: tokens that verify passes looked at: on CUDA k of each
+    request, because vLLM plans a pass before the drafts exist; elsewhere the drafted tokens but for those that a
+    request's last round no longer needed. accepted: tokens; accepted_at: by draft position 1..k."""
 
     rounds: int
     places: int

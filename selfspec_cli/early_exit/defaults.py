@@ -36,13 +36,10 @@ SHARE_OF_DRAWN = 0.03
 @dataclass(frozen=True)
 class Target:
     """What the choice depends on.
-
     weights: of the target and the machine. bits: of the target's weights. parameters: that copies would be made of.
     exit_layer: that the checkpoint was trained for, `early_exit_layer` in its config.json. left: bytes that vLLM may
-    use in addition to the weights; with a KV cache of a given size, free bytes of the device after weights and cache.
-    memory: bytes of the device. Both are None where there is no GPU. logits: numbers of a full step, requests times
-    vocabulary.
-    """
+    use in addition to the weights, or free bytes after weights and a KV cache of a given size. memory: of the device;
+    both None without a GPU. logits: numbers of a full step, requests times vocabulary."""
 
     weights: WeightFacts
     bits: float

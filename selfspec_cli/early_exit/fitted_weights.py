@@ -126,13 +126,10 @@ def load(path: str | os.PathLike[str], kind: str, fingerprint: str) -> FittedWei
 def rounded_in_order(
     weight: Tensor, moment: Tensor, group: int, levels: tuple[int, int], scales: Scales
 ) -> tuple[Tensor, Tensor]:
-    """GPTQ's rounding of `weight` [out, in] to integers in groups of `group` along a row.
-
+    """GPTQ's rounding of `weight` [out, in] to integers (float32) [out, in / group, group], with scales [out, in /
+    group, 1].
     moment: M [in, in]. levels: the least and the greatest integer. scales: how a group's scale is chosen; it is asked
-    when the group is reached, so it sees weights that make up for the columns before.
-
-    Returns: integers (float32) [out, in / group, group], and scales [out, in / group, 1].
-    """
+    when the group is reached, so it sees weights that make up for the columns before."""
     work = weight.float().clone()
     inverse = _inverse_factor(moment)
     integers, chosen = torch.empty_like(work), []

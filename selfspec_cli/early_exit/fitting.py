@@ -35,11 +35,9 @@ class FitError(HeadError):
 @dataclass(frozen=True)
 class FitReport:
     """How a closed-form fit went.
-
     pairs: (x, target) pairs. outputs: targets a pair (V, or hidden). ridge: relative, as given. rank: None is full.
     condition: of the regularised normal matrix (square of X's). residual: mean squared error a target on the fitted
-    data. baseline: the same for the best constant (with a bias) or for zero (without).
-    """
+    data. baseline: the same for the best constant (with a bias) or for zero (without)."""
 
     pairs: int
     hidden: int

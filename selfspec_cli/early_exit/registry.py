@@ -16,14 +16,11 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """A mapping from names to objects, filled when it is first read.
-
+    """A mapping from names to objects, filled when it is first read: the object called `first`, this package's other
+    objects by name, then other packages' objects by name.
     noun: what an object is called in messages. kind: the class of every object. package: every object of that class in
     one of its modules is added. group: entry points of this group add theirs, under new names. An entry point that
-    cannot be loaded is left out, and asking for it by name says why.
-
-    Order: the object called `first`, this package's other objects by name, then other packages' objects by name.
-    """
+    cannot be loaded is left out, and asking for it by name says why."""
 
     def __init__(self, noun: str, kind: type[T], package: str, group: str, *, first: str | None = None) -> None:
         self.noun, self.package, self.group, self.first = noun, package, group, first

@@ -111,11 +111,9 @@ class ResolvedSettings(DraftSettings):
         cls, spec: Mapping[str, Any], num_layers: int, *, passthrough: Collection[str] = ()
     ) -> ResolvedSettings:
         """Settings from a speculative_config as users write it, for a model of `num_layers` layers.
-
         A key whose value is None counts as not given. Keys in `passthrough` (vLLM's own) are left alone, except its
-        list of lengths by batch size, which becomes the table of lengths.
-        Raises SettingsError for an unknown key, a wrong type, or a value out of range.
-        """
+        list of lengths by batch size, which becomes the table of lengths. Raises SettingsError for an unknown key, a
+        wrong type, or a value out of range."""
         if spec.get("method") in METHOD_ALIASES:
             spec = {**spec, "method": METHOD_ALIASES[spec["method"]]}
         for key in spec:

@@ -25,11 +25,9 @@ _WORD = re.compile(r"(--)?([A-Za-z_-]+)(?:=(.*))?")
 
 
 def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The old words among a command's arguments, by today's key, and the arguments that are left.
-
-    --layerskip 12, --layerskip=12 and LAYERSKIP=12 are alike, dashes are underscores, and forward_partial has a layer
-    or none. Today's own words (layer=12, `layer_skip` as a value) are left.
-    """
+    """The old words among a command's arguments, by today's key, and the arguments that are left. --layerskip 12,
+    --layerskip=12 and LAYERSKIP=12 are alike, dashes are underscores, and forward_partial has a layer or none. Today's
+    own words (layer=12, `layer_skip` as a value) are left."""
     old: dict[str, str] = {}
     rest: list[str] = []
     words = iter(arguments)

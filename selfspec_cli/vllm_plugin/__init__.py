@@ -41,11 +41,8 @@ worker.py         calls from the driver into live workers: thresholds, counters,
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice.
-
     It replaces nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never
-    raises. With a vLLM that nobody has tried it waits for a request for early exit, which is taken if all that is
-    used is there, and refused with what moved if it is not.
-    """
+    raises. A request for early exit on a vLLM that nobody has tried is taken if all that is used is there."""
     try:
         from selfspec_cli.vllm_plugin import patches
 

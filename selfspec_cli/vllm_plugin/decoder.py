@@ -25,11 +25,9 @@ BOTH_WAYS = "PrefillPrefixLMAttention"
 @dataclass(frozen=True)
 class Place:
     """Where a model has its decoder layers.
-
     root: the module that takes (input_ids, positions, intermediate_tensors) and returns what `compute_logits` takes.
     path: names that lead from it to the decoder, the module with the loop. name: of the decoder's list of layers.
-    ends_at_end_layer: whether the loop ends at the decoder's `end_layer`; else it ends with the list.
-    """
+    ends_at_end_layer: whether the loop ends at the decoder's `end_layer`, else with the list."""
 
     root: nn.Module
     path: tuple[str, ...]

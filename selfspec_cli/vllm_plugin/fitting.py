@@ -86,13 +86,10 @@ class Tap:
 @dataclass
 class Collector:
     """Accumulates what heads need at each layer of `model`'s tap.
-
     specs: heads to fit, or to test where they need no fit. wanted: pairs of each mode. ridge: relative; None is chosen
     by agreement on the validation split. mode: what the coming forward passes are for. seen: pairs so far, by mode.
-    kept: held-out states by mode, for each forward pass the full model's argmax [n], and layer -> x [n, hidden].
-    error: why collecting stopped, None while all is well: an exception inside a forward pass would end the engine, and
-    in a worker process its message with it.
-    """
+    kept: held-out states by mode, for each forward pass the full model's argmax [n], and layer -> x [n, hidden]. error:
+    why collecting stopped: an exception inside a forward pass would end the engine, and its message with it."""
 
     model: nn.Module
     layers: Sequence[int]

@@ -161,12 +161,10 @@ def check() -> list[tuple[str, bool, str]]:
 
 
 def register() -> None:
-    """Put the patches of the stage "config" in place where their modules are imported already; imports none itself.
-
+    """Put the patches of the stage "config" in place where their modules are imported already. Never raises.
     vLLM calls this in each process after it has imported what the process works with, so a module that is missing is
     one that is not used here, or that `hooks.early_exit_on_request` patches when early exit is asked for. Where early
-    exit cannot be had, or nobody has tried it, only a request for early exit is answered. Never raises.
-    """
+    exit cannot be had, or nobody has tried it, only a request for early exit is answered."""
     try:
         reason = releases.refusal()
         if reason is None:

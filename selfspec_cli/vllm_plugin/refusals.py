@@ -64,11 +64,8 @@ def refuse_model(target: vllm.ModelConfig) -> None:
 
 def refuse_latents(target: vllm.ModelConfig, device: str | None = None) -> None:
     """Keys and values that are latent vectors (MLA), on a CPU. device: where vLLM runs; None asks it.
-
-    vLLM 0.32.0's backend CPU_MLA does not give the tokens of a verify pass what one token at a time gets: with n-gram
-    drafts, vLLM's own, greedy output of a tiny DeepSeek-V2 parts from the baseline's in its first tokens. With
-    VLLM_MLA_DISABLE=1, where such a model is no latent one for vLLM, it does so too.
-    """
+    vLLM 0.32.0's backend CPU_MLA does not give the tokens of a verify pass what one token at a time gets: with vLLM's
+    own n-gram drafts, greedy output of a tiny DeepSeek-V2 parts from the baseline's, with VLLM_MLA_DISABLE=1 too."""
     latent = target.use_mla or target.is_deepseek_mla
     if latent and (device or vllm.current_platform.device_type) == "cpu":
         raise SettingsError(

@@ -50,15 +50,12 @@ def first_layers(
     fitted: FittedWeights | None = None,
 ) -> nn.Module:
     """A module over the parameters of `model` that runs its first `layers` layers but `skipped`, and all after them.
-
-    Call it as `trunk(input_ids [n], positions [n], intermediate_tensors=None)` -> hidden states [n, hidden], as
+    Called as `trunk(input_ids [n], positions [n], intermediate_tensors=None)` it gives hidden states [n, hidden], as
     `compute_logits` takes them. Its `drafting_layers` are those that it runs, in its `drafting_decoder`;
-    `remade_layer(i)` makes number i of them anew (`layer_maker`). Where vLLM compiles the target in its own mode the
-    trunk is compiled too, as a function of its own, and a target that is not compiled yet gets the key of a plain
-    engine (compile_cache.py). draft_weights: a kind that makes copies (early_exit/draft_weights) puts them in place of
-    the linear weights of those layers; raises SettingsError where there can be none. fitted: copies that were made from
-    data, to take instead.
-    """
+    `remade_layer(i)` makes number i of them anew (`layer_maker`). Where vLLM compiles the target, the trunk is compiled
+    as a function of its own, and a target that is not compiled yet gets the key of a plain engine (compile_cache.py).
+    draft_weights: a kind that makes copies puts them in place of the linear weights of those layers; raises
+    SettingsError where there can be none. fitted: copies that were made from data, to take instead."""
     place = place_of(model)
     compile_cache.share_with_plain(place.modules, vllm_config)
     own, chosen = place.layers, drafting_layers(layers, skipped)
@@ -149,11 +146,9 @@ def _replacements(
 
 
 def _view(decoder: nn.Module, tag: str) -> nn.Module:
-    """A shallow copy (same parameters, same submodules) of a subclass whose `forward` is a function of its own.
-
-    Dynamo keeps compiled code by code object and vLLM drops all guards; one code object for two depths would run
-    whichever was compiled first. The name enters vLLM's cache key, so depths do not share an artifact on disk either.
-    """
+    """A shallow copy (same parameters, same submodules) of a subclass whose `forward` is a function of its own. Dynamo
+    keeps compiled code by code object and vLLM drops all guards; one code object for two depths would run whichever was
+    compiled first. The name enters vLLM's cache key, so depths do not share an artifact on disk either."""
     base: Any = type(decoder)
     forward = base.forward
     name = f"{forward.__name__}_{tag}"

@@ -84,12 +84,10 @@ class EarlyExitWorker:
         drafter.draft_length = k
 
     def early_exit_set_length_table(self, text: str | None) -> None:
-        """Other draft lengths by load (`length_table`) from the next round on; None: k for every load.
-
-        On CUDA the verify pass has the widths that the engine was started with, and so decode graphs for them: a length
-        between two of them is verified at the longer one. Raises SettingsError for what is no table of this engine, and
-        where the scheduler runs in another process than the worker.
-        """
+        """Other draft lengths by load (`length_table`) from the next round on; None: k for every load. On CUDA a length
+        between two of the widths that the engine was started with is verified at the longer one, which has graphs.
+        Raises SettingsError for what is no table of this engine, and where the scheduler runs in another process than
+        the worker."""
         from selfspec_cli.early_exit.length_table import LengthTable
         from selfspec_cli.early_exit.resolved import checked_table
 
@@ -99,13 +97,11 @@ class EarlyExitWorker:
         drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
 
     def early_exit_set_view(self, view: dict[str, Any]) -> None:
-        """Draft with other layers, weights or context from the next round on, on an eager engine.
-
-        view: the key layer_skip and those of `DraftView.options` of a speculative_config; what is left out is at its
-        default. Head, gate and draft length stay. Raises SettingsError for a view that there cannot be, after which the
-        old one drafts on, and on an engine that compiles: its code and its CUDA graphs are of the view that it was
-        started with.
-        """
+        """Draft with other layers, weights or context from the next round on, on an eager engine. view: the key
+        layer_skip and those of `DraftView.options` of a speculative_config; what is left out is at its default. Head,
+        gate and draft length stay.
+        Raises SettingsError for a view that there cannot be, after which the old one drafts on, and on an engine that
+        compiles, whose code and CUDA graphs are of the view that it was started with."""
         from dataclasses import replace
 
         from selfspec_cli.early_exit.draft_weights import require_draft_weights

@@ -58,16 +58,13 @@ class Gate:
     in figures, as #rrggbb. key: the name of its threshold, of THRESHOLD_KEYS (None: it has none). direction: the gate
     is open while the statistic is at least, or at most, the threshold. default: the threshold when none is given. low,
     high: thresholds allowed (inclusive).
-
     statistic: function(distribution, previous) -> float32 [N] in torch; None for a gate that computes nothing from
-    logits. previous: the statistic at the step before, [N], or the number 1.0 at the first step; only a `cumulative`
-    gate may use it.
-    device: the same statistic as a Triton expression over DEVICE_NAMES and `tl`, one number a row. None: the gate works
-    on the CPU and is refused on CUDA.
+    logits. previous: the statistic at the step before, [N], or 1.0 at the first step; only a `cumulative` gate may use
+    it.
+    device: the same as a Triton expression over DEVICE_NAMES and `tl`, one number a row. None: refused on CUDA.
     range: function(vocabulary size) -> least and greatest value of the statistic; None: 0 and 1.
 
-    Raises SettingsError for an unknown `key`, and for a `device` expression that is none or uses unknown names.
-    """
+    Raises SettingsError for an unknown `key`, and for a `device` expression that is none or uses unknown names."""
 
     name: str
     meaning: str

@@ -32,11 +32,9 @@ def examples() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A head apart from model, layer and draft vocabulary.
-
+    """A head apart from model, layer and draft vocabulary. Raises SettingsError for an impossible combination.
     kind: a name of HEADS. target: what it is fitted to; None becomes the kind's first, and stays None for a kind that
-    is not fitted. rank: None is full. bias: with a constant term. Raises SettingsError for an impossible combination.
-    """
+    is not fitted. rank: None is full. bias: with a constant term."""
 
     kind: str = "lens"
     target: str | None = None

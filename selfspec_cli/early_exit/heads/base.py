@@ -28,10 +28,9 @@ class HeadKind:
     name: what users write. help: one line for `--help`. targets: what it may be fitted to, its default first: the next
     token of the text (next_token, one-hot), the full model's own argmax (argmax, one-hot), or z - x (final_hidden,
     dense; the ridge shrinks such a head toward f(x) = 0); empty for a head that needs no fit. ranks, biases: whether
-    there are heads of a lower rank, and heads with a constant term. rows: names of the weight [rows, hidden] and of the
-    bias [rows] that take the place of the model's lm_head; empty for a head that uses that. examples: short names
-    (`heads.HeadSpec`) that messages and completion offer.
-    """
+    there are heads of a lower rank, and with a constant term. rows: names of the weight [rows, hidden] and of the bias
+    [rows] that take the place of the model's lm_head, if any do. examples: short names (`heads.HeadSpec`) that messages
+    offer."""
 
     name: str
     help: str

@@ -170,12 +170,9 @@ def gate_and_up(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unshifted(records: Tensor) -> Tensor:
-    """Records whose bytes are multiplied without a shift: uint8 [..., 544].
-
-    The low half of a byte is the weight of a column of the group's first 32, plus 8; the high half is the weight of the
-    column 32 further on. Of a lane's four words the first two are columns 8t to 8t + 3 of rows `row` and `row + 8`, the
-    others columns 8t + 4 to 8t + 7.
-    """
+    """Records whose bytes are multiplied without a shift: uint8 [..., 544]. The low half of a byte is the weight of a
+    column of the group's first 32, plus 8; the high half that of the column 32 further on. Of a lane's four words the
+    first two are columns 8t to 8t + 3 of rows `row` and `row + 8`, the others columns 8t + 4 to 8t + 7."""
     words = records[..., :512].unflatten(-1, (32, 2, 2, 4))  # lane, half, below, byte
     first, second = words[..., 0, :, :], words[..., 1, :, :]
     low = ((first & 15) ^ 8) | (second & 15) << 4

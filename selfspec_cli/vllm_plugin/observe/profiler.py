@@ -21,14 +21,10 @@ MOST = 40  # kernels of a profile
 
 
 def annotate(runner: Any, drafter: Any) -> list[str]:
-    """Put ranges around the parts of a live engine; returns their names, each once.
-
-    verify, sample: the runner's two calls a step; logits: of the full model, which belong to the verify pass wherever
-    the runner asks for them. draft: all of the draft loop, and in it trunk, head and gate of a step. schedule, and
-    detokenise (stop strings and the making of outputs): where the scheduler and the front end are in this process. A
-    CUDA graph replays as one launch, so a captured draft loop has no ranges inside. An engine that is annotated already
-    keeps the ranges that it has.
-    """
+    """Put ranges around the parts of a live engine; returns their names, each once. One that has ranges keeps them.
+    verify, sample: the runner's two calls a step; logits: of the full model, wherever the runner asks for them. draft:
+    all of the draft loop, and in it trunk, head and gate of a step; a captured loop replays as one launch and has none
+    inside. schedule, and detokenise (stop strings and the making of outputs): where these are in this process."""
     places = [("verify", runner, "execute_model"), ("sample", runner, "sample_tokens"), ("draft", drafter, "propose")]
     places += [("logits", runner.get_model(), "compute_logits"), ("trunk", drafter, "_forward")]
     places.append(("head", getattr(drafter, "head", None), "logits"))

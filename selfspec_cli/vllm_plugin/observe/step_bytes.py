@@ -20,11 +20,9 @@ def step_bytes(
     target: nn.Module, trunk: nn.Module, head: TargetHead, kv_cache: KVCacheConfig, fused: FusedStep | None = None
 ) -> dict[str, float] | None:
     """Bytes read by one full step, and by one draft step through `trunk` and `head`, for what is bound by memory.
-
-    Weights of the layers and the head, for the draft those that it runs on (copies where there are any, and those of
-    `fused` where one kernel is for all layers); "..._kv_token": keys and values of one token of context. Embeddings are
-    looked up, not read. None for a mixture of experts, whose step reads only some of its weights.
-    """
+    Weights of the layers and the head, for the draft those that it runs on (copies, or those of `fused`, one kernel for
+    all layers); "..._kv_token": keys and values of one token of context. Embeddings are looked up, not read. None for a
+    mixture of experts, whose step reads only some of its weights."""
     parts, lm_head = layers_of(target), output_projection(target)
     if any(map(has_experts, parts)):
         return None

@@ -15,12 +15,10 @@ from functools import cache
 @dataclass(frozen=True)
 class Release:
     """One supported release of vLLM, and what it has otherwise than the oldest one.
-
-    release: its version. distributions: the packages that exist of it. tried: what was done with early exit on it, and
-    unchecked what was not (None where the tests and the published figures cover it), for `selfspec doctor`.
-    speculative_keys: keys of a speculative_config that this release has and the oldest one has not, among those that
-    mean something for a draft that is the target itself.
-    """
+    release: its version. distributions: the packages that exist of it. tried, unchecked: what was done with early exit
+    on it, and what was not (None: the tests and published figures cover it). speculative_keys: keys of a
+    speculative_config that the oldest one has not, among those that mean something for a draft that is the target
+    itself."""
 
     release: str
     distributions: tuple[str, ...]

@@ -149,11 +149,8 @@ class Source:
 
 class Outline(Source):
     """The same files, cut at the lines where statements begin. No body of a function is parsed, and the header of one
-    only if it is asked for.
-
-    What it finds is there. What it does not find may still be there (an attribute that `with` assigns), and a file that
-    is not formatted as vLLM's are can be a SyntaxError: then the whole file has to be asked.
-    """
+    only if it is asked for. What it finds is there. What it does not find may still be there (an attribute that `with`
+    assigns), and a file that is not formatted as vLLM's can be a SyntaxError: then the whole file has to be asked."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.folder)

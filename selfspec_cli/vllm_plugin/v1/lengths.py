@@ -46,11 +46,8 @@ class DraftLengths:
 
     def verdict(self, names: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
         """A verify pass is over, and a round begins. sampled: tokens of each request; verified: drafts of each that it
-        looked at.
-
-        From the beginning of one round to the next one's, the model drafts and verifies once. Where other requests came
-        in between, or a prefill, that says nothing.
-        """
+        looked at. From one round's beginning to the next, the model drafts and verifies once, unless other requests
+        came in between, or a prefill."""
         if self.rule is None:
             return
         now, running = time.perf_counter(), frozenset(names)

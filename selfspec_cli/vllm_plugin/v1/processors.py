@@ -77,14 +77,11 @@ def constrain_drafts(
     cu_num_draft_tokens: Tensor,
     sampling_metadata: vllm.SamplingMetadata,
 ) -> Tensor:
-    """Replacement for `apply_sampling_constraints`: drafts are verified with the temperature, `top_k` and `top_p` of
-    their request.
-
+    """Replacement for `apply_sampling_constraints`: drafts are verified with their request's temperature, `top_k` and
+    `top_p`.
     On a CPU vLLM's kernel that gives each drafted position its request's value writes into an int64 copy of the output
-    and drops it, so the three are whatever the memory held: sampled requests follow no distribution, and greedy ones
-    beside them are not argmax. Any speculative method has it (seen with n-gram too). logits: [drafts, vocabulary], not
-    yet divided by the temperature.
-    """
+    and drops it, so the three are whatever the memory held, whatever drafts: sampled requests follow no distribution,
+    and greedy ones beside them are not argmax. logits: [drafts, vocabulary], not yet divided by the temperature."""
     given = sampling_metadata.temperature
     if logits.device.type != "cpu" or sampling_metadata.all_greedy or given is None:
         return original(logits, cu_num_draft_tokens, sampling_metadata)

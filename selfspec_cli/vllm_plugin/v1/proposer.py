@@ -273,13 +273,10 @@ class _EarlyExit(DraftModelProposer):
         return any(left)
 
     def _decide(self, state: Round, ids: Sequence[str], last: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run one draft step, and ask the gate unless it is the last step of the round.
-
+        """Run one draft step: its logits [n, V], their argmax [n], and which requests go on, bool [n] (None: all, or
+        the last step).
         Logits with NaN or infinity close every gate, `none` too, and are counted. They are replaced by zeros, so that
-        the sampler gets a proper distribution and the verifier a token that it will hardly accept.
-
-        Returns: logits [n, V], their argmax [n], and whether each request's gate stays open, bool [n] (None: all).
-        """
+        the sampler gets a proper distribution and the verifier a token that it will hardly accept."""
         logits = self.head.logits(self._forward(state))  # [n, V]
         best = logits.max(-1)  # NaN counts as the largest; so does +inf
         names = [ids[row] for row in state.rows.tolist()]

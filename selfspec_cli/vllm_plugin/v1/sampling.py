@@ -54,11 +54,9 @@ def without_drafts(
     sampling_metadata: vllm.SamplingMetadata,
 ) -> vllm.SamplerOutput:
     """Override of `RejectionSampler.forward`: a step without drafts is sampled as without speculation.
-
-    With a speculative configuration vLLM sends such a step through the rejection sampler too, which takes the largest
-    of no rows where a request has `top_k` alone; the engine ends. `logprob_token_ids` it takes for another shape than
-    it makes, and ends as well, or leaves them out. logits: [drafted tokens + requests, vocabulary].
-    """
+    vLLM sends such a step through the rejection sampler too, which takes the largest of no rows where a request has
+    `top_k` alone, and ends the engine. `logprob_token_ids` it takes for another shape than it makes, and ends as well,
+    or leaves them out. logits: [drafted tokens + requests, vocabulary]."""
     if not any(metadata.num_draft_tokens):
         rows = logits[metadata.bonus_logits_indices]
         output: vllm.SamplerOutput = self.sampler(logits=rows, sampling_metadata=sampling_metadata)
@@ -145,11 +143,9 @@ def bonus_token_after_drafts(
     predict_bonus_token: bool,
 ) -> Tensor:
     """Override of `Sampler.apply_logits_processors`: `min_tokens` counts the drafts before a bonus token.
-
-    vLLM forbids stop tokens for the bonus token wherever the round began before `min_tokens`. Where all drafts are
-    accepted the request is longer by then, so it may pass over a stop token that plain decoding would take.
-    logits: [requests, vocabulary]; for a bonus token, those after the drafts of each request.
-    """
+    vLLM forbids stop tokens for it wherever the round began before `min_tokens`. Where all drafts are accepted the
+    request is longer by then, so it may pass over a stop token that plain decoding would take. logits: [requests,
+    vocabulary]."""
     if predict_bonus_token:
         sampling_metadata = _with_drafts_counted(sampling_metadata)
     return original(self, logits, sampling_metadata, predict_bonus_token)

@@ -198,12 +198,10 @@ def _decodes(one: BatchExecutionDescriptor) -> bool:
 
 
 def captures_any_step(config: Any, model_state: Any, attn_groups: Any) -> bool:
-    """Whether a full graph can replay a step of requests of which some are in their prefill.
-
-    The attention backends have to say so. Images, encoders, context that several ranks share and a KV cache that
-    travels are left to the graphs that vLLM has: what the host does there differs from step to step, or comes between
-    two layers.
-    """
+    """Whether a full graph can replay a step of requests of which some are in their prefill: the attention backends say
+    so.
+    Images, encoders, context that several ranks share and a KV cache that travels are left to the graphs that vLLM has:
+    what the host does there differs from step to step, or comes between two layers."""
     parallel = config.parallel_config
     if model_state.supports_mm_inputs or config.cache_config.kv_sharing_fast_prefill or config.kv_transfer_config:
         return False

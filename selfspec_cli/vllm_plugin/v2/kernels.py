@@ -167,11 +167,8 @@ def _end_step(
 
 class EndStep:
     """Ends a draft step: takes each row's token, computes the gate's statistics, and opens or closes the row.
-
-    Two small kernels over the whole device, and one program that counts; PyTorch's argmax alone would give a row of
-    128 thousand logits to few of its multiprocessors. vocab_size: columns of the draft logits, V'. vocab_ids: int64
-    [V'], draft id -> token id, or None.
-    """
+    Two small kernels over the whole device, and one program that counts; PyTorch's argmax alone would give a row of 128
+    thousand logits to few multiprocessors. vocab_size: V'. vocab_ids: int64 [V'], draft id -> token id, or None."""
 
     _BLOCK = 2048  # logits a program; 63 programs a row at a vocabulary of 128,256
 

@@ -239,11 +239,9 @@ def begin_round(
     dummy_run: bool = False,
 ) -> None:
     """Inputs of the first draft step, from what the verify pass left on the device, and free drafts if there are any.
-
+    Rows that do not draft get the request -1; every row starts without a drafted token.
     verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
-    own_limits: whether thresholds of requests count; they are for the gate that the engine was started with.
-    Rows that do not draft get the request -1. Every row starts without a drafted token.
-    """
+    own_limits: whether thresholds of requests count; they are for the gate that the engine was started with."""
     rows, places = state.draft_tokens.shape
     free = None if dummy_run else state.free
     left = Verdict(batch.seq_lens, *verdict)

@@ -120,12 +120,10 @@ class EarlyExitSpeculator(DraftLoop):
         return math.nan if threshold is None else self.gate.limit(threshold)
 
     def add_requests(self, slots: list[int], parameters: list[Any], prompts: list[int], verified: bool) -> None:
-        """Note new requests before their first step.
-
-        The device does not need them before drafts are verified or a round begins, so they are sent only then: the host
-        launches the step first, and a server with drafting disabled sends nothing. slots: vLLM's; parameters: the
-        SamplingParams of each, or None; prompts: lengths in tokens; verified: whether the coming step verifies drafts.
-        """
+        """Note new requests before their first step. The device does not need them before drafts are verified or a
+        round begins, so they are sent only then: a server with drafting disabled sends nothing.
+        slots: vLLM's; parameters: the SamplingParams of each, or None; prompts: lengths in tokens; verified: whether
+        the coming step verifies drafts."""
         self._new.update(zip(slots, zip(parameters, prompts, strict=True), strict=True))
         if verified:
             self._take_in()
@@ -178,13 +176,9 @@ class EarlyExitSpeculator(DraftLoop):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """Draft up to k tokens for each request of the batch, without waiting for the device.
-
-        num_speculative_tokens: most tokens drafted in this round; None: k. vLLM passes fewer if it chooses by batch
-        size.
-
-        Returns: token ids, int64 [num_reqs, k], 0 at places without a draft (see runner.py).
-        """
+        """Token ids that are drafted for each request, int64 [num_reqs, k], without waiting for the device; 0 at places
+        without a draft (runner.py).
+        num_speculative_tokens: most of this round; None: k. vLLM passes fewer if it chooses by batch size."""
         if self._weights is not None and self._weights.stale:
             self.renew()
         steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens

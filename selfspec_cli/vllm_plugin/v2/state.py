@@ -24,14 +24,12 @@ from selfspec_cli.vllm_plugin.live_gate import LiveGate
 
 
 class RoundInputs(NamedTuple):
-    """What a draft step reads of each row and writes for the step after.
-
-    Tokens, positions, sequence lengths (0: a row that does no work) and query starts are vLLM's input buffers.
+    """What a draft step reads of each row and writes for the step after. The first four are vLLM's input buffers; a row
+    of sequence length 0 does no work.
     sample_positions: int64. idx_mapping, requests: int64, row -> request, -1 for a row that does not draft; the first
     is closed with the gate. draft_tokens: int64 [rows, k], 0 where nothing was drafted. row_steps: int32, most drafts
-    this round. row_limits: float32, what the gate compares with, NaN for the gate's own threshold. left_out: int32,
-    tokens of the context that the row's drafts do not attend to.
-    """
+    this round. row_limits: float32, what the gate compares with, NaN for its own threshold. left_out: int32, tokens of
+    context that the row's drafts do not attend to."""
 
     input_ids: Tensor
     positions: Tensor
@@ -67,12 +65,9 @@ class GateRule(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What limits each draft.
-
-    cells: int32 [cells, 3], requests, context and length of each entry of the table of lengths, in its order.
-    own_lengths, own_limits: int32 and float32 [requests], what each request asked for (LARGEST and NaN: nothing).
-    ends, stops: int32 [requests], `round_setup.Ending` of each.
-    """
+    """What limits each draft. cells: int32 [cells, 3], requests, context and length of each entry of the table of
+    lengths, in its order. own_lengths, own_limits: int32 and float32 [requests], what each request asked for (LARGEST
+    and NaN: nothing). ends, stops: int32 [requests], `round_setup.Ending` of each."""
 
     cells: Tensor
     own_lengths: Tensor
@@ -136,12 +131,10 @@ class Matches(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """What the loop's end is decided by.
-
-    first, counts, fresh: float32 [2, BINS], tokens that stood and that were judged: the first guess, all, and those of
-    the round before. rates: float32 [BINS], estimated acceptance by confidence. stands: float32 [rows], the probability
-    that the draft of each row and its next token stand. step_value: float32 [1], tokens that a step has to bring.
-    """
+    """What the loop's end is decided by. first, counts, fresh: float32 [2, BINS], tokens that stood and that were
+    judged: the first guess, all, and those of the round before. rates: float32 [BINS], estimated acceptance by
+    confidence. stands: float32 [rows], the probability that a row's draft and its next token stand. step_value: float32
+    [1], tokens that a step has to bring."""
 
     first: Tensor
     counts: Tensor
@@ -199,13 +192,10 @@ class LateCopy:
 
 class DraftState:
     """Persistent tensors of the draft loop, in the groups that kernels take.
-
     lengths: int32 [requests], tokens proposed in the last round. statistics: float32 [requests, k, features], with what
-    a cumulative gate reads of the step before. matches: read where `free` is not None; but `matches.drafted`, tokens of
-    the model's own in the last draft, counts everywhere. worth: read where `measures`. arrivals: int32 [requests, 5],
-    of new requests (round_setup.py). features: names of the statistics. step_value, step_cost: of the round in hand, as
-    `rule.Choice` has them.
-    """
+    a cumulative gate reads of the step before; features: their names. matches: read where `free` is not None, but
+    `matches.drafted`, tokens of the model's own in the last draft, counts everywhere. worth: read where `measures`.
+    arrivals: int32 [requests, 5], of new requests (round_setup.py). step_value, step_cost: see `rule.Choice`."""
 
     def __init__(
         self,

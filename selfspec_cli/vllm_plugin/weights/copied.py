@@ -41,13 +41,9 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
         """x [n, in] -> [n, out] on what `prepare` returned, bias [out] included.
-
         weight: the target's own, [out, in], for numbers of tokens at which the copy saves no time; None where the
-        target holds it in another form.
-
-        Dynamo traces it once for any number of tokens, and CUDA graphs record it: what it calls must be registered as
-        an operator of torch with a fake implementation.
-        """
+        target holds it in another form. Dynamo traces it once for any number of tokens, and CUDA graphs record it: what
+        it calls must be registered as an operator of torch with a fake implementation."""
 
     def compile_for(self, tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
         """Compile what `linear` launches for `tokens` tokens of `dtype`, from any thread; where that takes no time, or
@@ -63,12 +59,10 @@ class Kernels(Protocol):
         self, layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
     ) -> tuple[Any, Any, dict[str, Tensor]]:
         """vLLM's kernel for experts on copies (FusedMoEKernel), its FusedMoEQuantConfig, and the layer's parameters:
-        what the kernel reads as "w13_weight" and "w2_weight", and all else that it holds.
-
+        what the kernel reads as "w13_weight" and "w2_weight", and all else that it holds. Called only where
+        `DraftWeights.experts`.
         layer: vLLM's RoutedExperts. w13, w2: copies of [experts, out, in], each tensor with the experts first.
-        activation: arguments of the FusedMoEQuantConfig. Called only if `DraftWeights.experts` says that there are such
-        kernels.
-        """
+        activation: arguments of the FusedMoEQuantConfig."""
 
 
 def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:
@@ -82,13 +76,10 @@ def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:
 
 
 class CopiedWeight(nn.Module):
-    """x [..., in] -> [n, out] on a copy of `weight` [out, in].
-
-    With kernels it keeps the tensors that these read. Without, the copy is dequantised once, to the weight's own dtype,
-    which PyTorch multiplies by: that drafts the same tokens but for rounding, and saves no time.
-
-    shared: the target holds `weight` itself, so keeping it takes no memory.
-    """
+    """x [..., in] -> [n, out] on a copy of `weight` [out, in]. With kernels it keeps the tensors that these read.
+    Without, PyTorch multiplies by the copy, dequantised to the weight's own dtype: the same drafts but for rounding, in
+    the same time as the target's.
+    shared: the target holds `weight` itself, so keeping it takes no memory."""
 
     def __init__(self, kind: DraftWeights, weight: Tensor, shared: bool = True) -> None:
         super().__init__()
@@ -133,11 +124,9 @@ class CopiedLinear:
 
 def on_copies(kind: DraftWeights, dtype: torch.dtype, fitted: FittedWeights | None = None) -> Make:
     """For `shared.replace_in_layers`: a linear layer on a copy of its weight, None for what is no linear layer.
-
     dtype: of the target's weights. fitted: copies of that kind, made from data, to take where it has one. What is made
-    raises SettingsError for a linear layer whose weight is not plain and of that dtype, and for weights that are not
-    finite. Experts: `on_copied_experts`.
-    """
+    raises SettingsError for a weight that is not plain, of another dtype, or not finite. Experts:
+    `on_copied_experts`."""
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
         if not isinstance(module, vllm.LinearBase):
@@ -365,12 +354,9 @@ def after_new_weights(original: Function, self: Any, *args: Any, **kwargs: Any) 
 
 @around
 def keep_weights_asleep(original: Function, self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-    """Override of `sleep` of vLLM's `Worker`: with drafts of ours, level 2 is level 1.
-
-    Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but nothing
-    else: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the
-    same memory of the GPU, copies included, and keeps it on the host until `wake_up`.
-    """
+    """Override of `sleep` of vLLM's `Worker`: with drafts of ours, level 2, which drops all that was allocated while
+    the model was loaded, is level 1, which keeps it on the host. New weights bring copies back, but nothing else: an
+    exit head, token ids, the layout of a kernel, counters that kernels leave at zero."""
     if level == 2 and hasattr(getattr(self.model_runner, "speculator", None), "renew"):
         logging.getLogger("vllm.selfspec").warning(
             "sleep at level 2 keeps weights on the host, as level 1 does: early exit has more than weights to keep"

@@ -320,14 +320,10 @@ REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; 
 
 def usual_settings(rows: int, groups: int, bits: int, tokens: int) -> Settings:
     """Settings of `product` for weights [rows, groups * 64] of `bits` bits and a number of tokens.
-
     Found on an H100 (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits, where an NVIDIA H200 had others that were 5 %
-    faster, those (gpu/tune_kernels_h200.json: rows of 24 to 224 groups, 1,536 to 151,936 of them); what lies between
-    the sizes that were measured follows the nearer one.
-
-    Small matrices need many programs that each ask for much at once. In large ones a program takes more rows, because
-    each program reads all tokens.
-    """
+    faster, those (gpu/tune_kernels_h200.json: rows of 24 to 224 groups, 1,536 to 151,936 of them); sizes in between
+    follow the nearer one. Small matrices need many programs that each ask for much at once; in large ones a program
+    takes more rows, because each program reads all tokens."""
     if bits == 4 and rows >= LARGE:
         return _of_large(rows, groups, tokens)
     if bits == 4 and rows < 8192:
@@ -405,13 +401,11 @@ def product(
     **settings: int,
 ) -> Tensor:
     """2 to 32 tokens of `in` inputs times a copy [out, in], plus bias [out] -> [tokens, out] in dtype.
-
     rounded, factors: the tokens as `rounding.round_tokens` gives them. words, scales: int32 [out, in / 4] or [out, in /
     8], and float16 [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Sums are in float32, and come
-    out the same every time. asm: False where there is no PTX (Triton's interpreter). only_compile: launch nothing, and
-    return what nobody has written. settings: of `Settings`, where they are not `usual_settings`. Raises ValueError for
-    other numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call `none_arrived` first.
-    """
+    out the same every time. asm: False where there is no PTX (Triton's interpreter). only_compile: launch nothing.
+    settings: of `Settings`, where they are not `usual_settings`. Raises ValueError for other numbers of tokens, and for
+    copies of other bits. Where it captures a CUDA graph, call `none_arrived` first."""
     rows, groups = scales.shape
     bits = words.shape[1] // 2 // groups
     if bits not in (4, 8) or words.shape[1] != bits * 2 * groups:

@@ -337,13 +337,9 @@ def compiled_beside(
     trunk: nn.Module | None, logits: Copy | None, requests: int, device: torch.device, ranks: int
 ) -> Iterator[None]:
     """While the block runs, compile what draft steps of up to `requests` requests multiply by; at its end, wait for it.
-
+    A kernel that cannot be compiled is left to the step that launches it, and a warning says so.
     trunk: None where one kernel takes the place of the layers' products. logits: what makes them (`TargetHead.copied`).
-    ranks: that share the processors of this host.
-
-    A kernel that cannot be compiled is left to the step that launches it, and a warning says so. Where the block
-    raises, what no thread has begun is not compiled.
-    """
+    ranks: that share the processors of this host."""
     if device.type != "cuda":
         yield
         return

@@ -108,12 +108,9 @@ def _store_parts(parts, start, group, here):
 
 @triton.jit
 def _store_rounded(parts, rounded, factors, group, token, here, TOKENS: tl.constexpr, HALVES: tl.constexpr):
-    """Bytes [groups, TOKENS, 64] and the factors [groups, TOKENS] by which they were divided.
-
-    Of 64 bytes the words of parts 0 to 3 come first, then those of parts 4 to 7. HALVES: for integers of 4 bits that
-    tensor cores multiply as 16 times themselves. Then each quarter of the bytes is what one lane multiplies, two words
-    of each.
-    """
+    """Bytes [groups, TOKENS, 64] and the factors [groups, TOKENS] by which they were divided. Of 64 bytes the words of
+    parts 0 to 3 come first, then those of parts 4 to 7. HALVES: for integers of 4 bits that tensor cores multiply as 16
+    times themselves; each quarter of the bytes is what one lane multiplies, two words of each."""
     most = tl.abs(parts[0])
     for part in tl.static_range(1, 8):
         most = tl.maximum(most, tl.abs(parts[part]))

@@ -33,11 +33,9 @@ def replace_in_layers(
     attention: Make | None = None,
 ) -> list[nn.Module]:
     """The `chosen` layers, in that order, in which every part is replaced for which `make` has something else.
-
     What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object; `attention` may put
-    something around it. A mixture of experts, whose parts hold on to each other, is given to `experts` whole; without
-    it, it stays too.
-    """
+    something around it. A mixture of experts, whose parts hold on to each other, is given to `experts` whole, if at
+    all."""
     by_name = {id(module) for module in vllm_config.compilation_config.static_forward_context.values()}
     mixtures = {id(part) for i in chosen for part in layers[i].children() if has_experts(part)}
 
@@ -75,15 +73,10 @@ def shallow_copy(module: nn.Module, **changes: Any) -> nn.Module:
 
 def without_adapters(model: nn.Module) -> nn.Module:
     """`model` with every layer that can hold adapters replaced by the layer that it wraps; `model` itself if none is.
-
-    Drafts are made without the adapter of a request. The verify pass, which decides on every token, runs with it, so
-    the output is the adapted model's own; the further an adapter moves the model, the fewer drafts are accepted. vLLM
-    sets which token has which adapter once for a step of the target, and a draft loop that runs on the device cannot
-    ask it to do so again.
-
-    Nothing is copied, and `model` is not changed. Adapters of experts are not found: vLLM applies them in the experts'
-    kernels.
-    """
+    The verify pass, which decides on every token, runs with a request's adapter, so the output is the adapted model's
+    own; the further it moves the model, the fewer drafts are accepted. vLLM sets which token has which adapter once for
+    a step of the target, and a draft loop that runs on the device cannot ask it again. Nothing is copied, and `model`
+    is not changed. Adapters of experts are not found: vLLM applies them in the experts' kernels."""
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
         base: nn.Module | None = module.base_layer if isinstance(module, vllm.BaseLayerWithLoRA) else None

@@ -40,12 +40,9 @@ def part_of(count: int, part: int, parts: int) -> range:
 
 @dataclass(frozen=True)
 class Build:
-    """What the kernel is compiled with. tokens: most of a step, a multiple of 16.
-
-    rows: groups of warps that share the tiles of qkv, o, gate_up, down; the warps of a group share the columns.
-    down_rows, down_slices: parts of the rows and of the columns of down. slab: groups of columns of a copy of
-    activations.
-    """
+    """What the kernel is compiled with. tokens: most of a step, a multiple of 16. rows: groups of warps that share the
+    tiles of qkv, o, gate_up, down; the warps of a group share the columns. down_rows, down_slices: parts of the rows
+    and of the columns of down. slab: groups of columns of a copy of activations."""
 
     shape: Shape
     tokens: int

@@ -1,10 +1,9 @@
 """Exit heads on disk, tensors included, and the fingerprint that ties a head to its model.
 
 A head is a safetensors file: its tensors as its kind names them, vocab_ids, and metadata (`head_metadata.py`).
-Least-squares heads of other programs, ee_layer{N}_lsq.pt and h{N}.pt, are read and written too. Such a file holds
-tensors and nothing else: "weight" [V, hidden], or that alone and bare; "bias" [V]; "after_norm", a bool: whether the
-head was fitted on hidden states after the model's final norm; "scale", as in `fitting.py`.
-"""
+Least-squares heads of other programs, ee_layer{N}_lsq.pt and h{N}.pt, are read and written too, as tensors and nothing
+else: "weight" [V, hidden], or that alone and bare; "bias" [V]; "after_norm", a bool: whether it was fitted on hidden
+states after the model's final norm; "scale", as in `fitting.py`."""
 
 import functools
 import hashlib

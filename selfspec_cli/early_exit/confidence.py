@@ -1,11 +1,9 @@
 """How far a draft's own confidence can be trusted: acceptance by the probability of the token that was drafted.
 
-A draft that is a quantised copy of its target is accepted far more often than its greatest probability says, an early
-exit sometimes less. So the share of drafts that stood is counted by confidence, in BINS equal bins, and old counts
-fade. The product of these shares along a draft estimates the probability that all of it stands.
-
-This is the arithmetic in PyTorch, for the V1 runner; v2/worth.py does the same on the device, and its test compares.
-"""
+A quantised copy of the target is accepted far more often than its greatest probability says, an early exit sometimes
+less. So the share of drafts that stood is counted by confidence, in BINS equal bins, and old counts fade. The product
+of these shares along a draft estimates the probability that all of it stands. In PyTorch, for the V1 runner;
+v2/worth.py does the same on the device, and its test compares."""
 
 import torch
 from torch import Tensor

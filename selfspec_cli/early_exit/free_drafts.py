@@ -2,15 +2,11 @@
 
 Before a round the last tokens of a request are looked up in its history. A trusted match is copied, all of the draft
 before the first draft step. Where the match is too short, the model's own draft begins; with each of its tokens that is
-also the match's, the match is longer by one, and once it is trusted the rest is copied. Requests that have their draft
-wait while the others' drafts go on together, a step for all of them at once.
+also the match's, the match is longer by one, and once it is trusted the rest is copied.
 
 How far a match is trusted is learnt from each request: after every verify pass its new tokens say how often the token
-after a match of each length came true, whether or not it was drafted. So nothing has to be tried out.
-
-This is the rule, in PyTorch, for one request. The V1 runner calls it; v2/matches.py does the same for a batch on the
-device, and its test compares the two.
-"""
+after a match of each length came true, whether or not it was drafted. In PyTorch, for one request of the V1 runner;
+v2/matches.py does the same for a batch on the device, and its test compares."""
 
 from dataclasses import dataclass, field
 

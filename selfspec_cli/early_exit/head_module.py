@@ -7,7 +7,6 @@ Heads hold fp32 weights as fitted; call `head.to(device, dtype)` before use, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -61,24 +60,24 @@ class ExitHead(nn.Module):
         With a draft vocabulary this computes all V columns and keeps V' of them: `bind` is cheaper where the lm_head's
         weight is known."""
         if self.has_rows:
-            return self.bind().logits(x)
+            return F.linear(self.transform(x), *self.bind())
         assert lm_head is not None
         full = lm_head(self.transform(x))
         return full if self.vocab_ids is None else full.index_select(-1, self.vocab_ids)
 
-    def bind(self, lm_head_weight: Tensor | None = None) -> BoundHead:
-        """The head with its projection rows gathered, a copy [V', hidden]; without a draft vocabulary the model's own.
-        lm_head_weight: [V, hidden], without padding. Scaling or soft-capping of logits stays with the caller. A head
-        with rows of its own does not use the argument."""
+    def bind(self, lm_head_weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The projection's weight [V', hidden], gathered for a draft vocabulary, else the model's own, and its bias [V'].
+        lm_head_weight: [V, hidden], without padding; a head with rows of its own does not use it. Scaling or
+        soft-capping of logits stays with the caller."""
         if self.has_rows:
             weight, *bias = (self.tensors.get(name) for name in self.kind.rows)
             assert weight is not None
-            return BoundHead(self, weight, bias[0] if bias else None)
+            return weight, bias[0] if bias else None
         assert lm_head_weight is not None
         if self.vocab_ids is None:
-            return BoundHead(self, lm_head_weight)
+            return lm_head_weight, None
         check_vocab_ids(self.vocab_ids, lm_head_weight.shape[0])
-        return BoundHead(self, lm_head_weight[self.vocab_ids])
+        return lm_head_weight[self.vocab_ids], None
 
     def drop_rows(self) -> None:
         """Give up rows that somebody else keeps; `transform` and the ids are left."""
@@ -94,20 +93,6 @@ class ExitHead(nn.Module):
         own = sum(tensor.numel() for tensor in self.tensors.values())
         rows = vocab_size if self.vocab_ids is None else len(self.vocab_ids)
         return (own + (0 if self.has_rows else rows * hidden)) * itemsize
-
-
-@dataclass(frozen=True)
-class BoundHead:
-    """A head with its projection, for a draft loop. weight: [V', hidden]; bias: [V'] or None.
-    No module, because the weight may be the model's own, and must not be moved or listed as another parameter."""
-
-    head: ExitHead
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def logits(self, x: Tensor, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear) -> Tensor:
-        """Draft logits, [N, hidden] -> [N, V']. linear: multiplies (input, weight, bias) like PyTorch's."""
-        return linear(self.head.transform(x), self.weight, self.bias)
 
 
 # ---- draft vocabularies ---------------------------------------------------------------------------------------------

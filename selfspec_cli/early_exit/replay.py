@@ -1,14 +1,13 @@
 """What a gate would have done: logged drafts, cut where it would have stopped them, and what the rest had cost.
 
 A log of ungated drafts of k tokens tells, for every gate, threshold and shorter draft length, how many steps a round
-takes and how many of its tokens are accepted, without timing noise. A run differs in two ways: there rounds begin after
-drafts of its own length, and a batch drafts as long as its longest draft. So `selfspec tune` measures the best ones.
+takes and how many of its tokens are accepted, without timing noise. In a run rounds begin after drafts of its own
+length, and a batch drafts as long as its longest draft. So `selfspec tune` measures the best ones.
 
-And how well each gate's statistic tells drafts that stand from drafts that fall (ROC analysis). The positive class is
-"the verifier took this token". In the draft: over every drafted token, which stands only if all before it do; it passes
-a gate that was open on it and on all before it, so its score is the lowest so far. At stake: over the tokens whose
-predecessors were right, by their own statistic. scikit-learn is imported when an area or a curve is computed.
-"""
+And how well each gate's statistic tells drafts that stand from drafts that fall (ROC analysis; scikit-learn is imported
+then). The positive class is "the verifier took this token". In the draft: over every drafted token; it passes a gate
+that was open on it and on all before it, so its score is the lowest so far. At stake: over the tokens whose
+predecessors were right, by their own statistic."""
 
 import csv
 from collections.abc import Iterable, Sequence

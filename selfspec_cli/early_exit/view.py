@@ -1,8 +1,6 @@
-"""What drafts: a view of the model, from which keys, labels, columns, tuned files, validation and bytes are taken.
-
-A view is layers (the first E, without those that are skipped), the weights that they run on, the context that they
-attend to, and the head with its draft vocabulary. How much is drafted, and when, is no part of it. Free of torch.
-"""
+"""What drafts: a view of the model, from which keys, labels, columns, tuned files, validation and bytes are taken:
+layers (the first E, without those that are skipped), the weights that they run on, the context that they attend to, and
+the head with its draft vocabulary. How much is drafted, and when, is no part of it. Free of torch."""
 
 from __future__ import annotations
 

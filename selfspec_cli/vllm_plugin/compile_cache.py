@@ -1,15 +1,13 @@
 """What was compiled once is found again.
 
-vLLM keeps what it compiles under a key that has the speculative configuration in it and the sizes of the steps that are
-captured as graphs, and compiles nothing else because of them: with each k the model and its view would be compiled
-anew. So an engine with early exit compiles both under the key that a plain engine has (`as_plain`). What a start
-measures of memory, vLLM may keep under the engine's own key (VLLM_ENABLE_STARTUP_PLAN), and that does depend on what
-drafts: `described.EarlyExitConfig` says so.
+vLLM keeps what it compiles under a key with the speculative configuration and the sizes of captured steps in it, so
+with each k the model and its view would be compiled anew. So an engine with early exit compiles both under the key that
+a plain engine has (`as_plain`). What a start measures of memory, vLLM may keep under the engine's own key
+(VLLM_ENABLE_STARTUP_PLAN), and that does depend on what drafts: `described.EarlyExitConfig` says so.
 
 On a CPU vLLM compiles by Inductor alone, so the ahead-of-time artifact that it saves holds a plain function. Its loader
-asks every artifact for a method that only those of vLLM's own compiler have, says "'function' object has no attribute
-'finalize_loading'", and compiles anew at each start. Without such artifacts PyTorch's own cache is used, and it works.
-"""
+asks every artifact for a method of vLLM's own compiler, says "'function' object has no attribute 'finalize_loading'",
+and compiles anew at each start. Without such artifacts PyTorch's own cache is used, and it works."""
 
 from __future__ import annotations
 

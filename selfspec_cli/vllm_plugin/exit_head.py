@@ -122,8 +122,7 @@ class TargetHead:
             return None
         if shards > 1:
             return self._over_ranks(target, lm_head, weights if copies else None, vllm_config)
-        bound = head.bind(None if lm_head is None else lm_head[:vocab_size])
-        weight, bias = bound.weight, bound.bias
+        weight, bias = head.bind(None if lm_head is None else lm_head[:vocab_size])
         if not copies:
             return Projection(lambda x: linear(x, weight, bias), [weight], bias)
         if fitted is not None and LM_HEAD in fitted.copies:
@@ -141,8 +140,8 @@ class TargetHead:
         if shard is not None and head.vocab_ids is None:
             rows = language_model(target).lm_head  # split already
         else:
-            bound = head.bind(None if shard is None else gathered(shard, self.vocab_size))
-            rows, bias = split(bound.weight, vllm_config), bound.bias
+            weight, bias = head.bind(None if shard is None else gathered(shard, self.vocab_size))
+            rows = split(weight, vllm_config)
             head.drop_rows()  # each rank keeps its share of them
         if copies is not None:
             rows = on_copy(copies, vllm_config.model_config.dtype, rows, "lm_head")

@@ -1,16 +1,11 @@
 """Exit heads and copies of weights fitted in a worker, to what the loaded model computes.
 
-Heads: hidden states are read off the target's own forward passes, the way EAGLE-3 gets them.
+Heads: vLLM's models can return the hidden states that leave chosen layers, as EAGLE-3 gets them, quantised models as
+they will be served. The tap takes them off the model's output. They are streamed into normal equations on the model's
+device and never held, but for the few that validate and test; then heads are solved, tested as served, and saved.
 
-vLLM's models can return the hidden states that leave chosen layers (`set_aux_hidden_state_layers`), quantised models
-as they will be served. The tap takes them off the model's output, so the model runner sees what it always sees. They
-are streamed into normal equations on the model's device and never held, but for the few that validate and test. A
-finished collection is solved, tested as served, and saved with all that is known about the fit.
-
-Copies: second moments of what linear layers see, by hooks on the layers of an eager engine. They are held in float32
-on the device of the weights: [in, in] for each distinct input, so for an 8B model with its feed-forward blocks about
-30 GB; `layers` takes some at a time.
-"""
+Copies: second moments of what linear layers see, by hooks on the layers of an eager engine, in float32 on the device of
+the weights: [in, in] for each distinct input, so for an 8B model about 30 GB; `layers` takes some at a time."""
 
 from __future__ import annotations
 

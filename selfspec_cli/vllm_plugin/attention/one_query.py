@@ -1,13 +1,11 @@
 """Attention of one new token a request over a paged KV cache, which also writes that token's key and value.
 
-Drafting runs every layer for one token at a time, and at short contexts its attention takes little time but to begin:
-on an H200 and the shape of Llama 3 8B, vLLM's three kernels (write to the cache, FlashAttention 3, combine its splits)
-take 9.5 to 12 us a layer at 64 to 1,024 tokens, and the products of the layer with 4-bit weights 41. Here it is one
-kernel, of 5 to 9 us; from about 4,000 tokens on both take about the same (gpu.jsonl.xz/attention). A program
-takes some of a request's keys for the query heads that share them. The newest key and value do not come from the cache:
-one program has them at hand, and writes them there. Where several programs share a request, the last one to arrive adds
-up what they found (flash decoding).
-"""
+At short contexts a draft step's attention takes little time but to begin: on an H200 and the shape of Llama 3 8B,
+vLLM's three kernels (write to the cache, FlashAttention 3, combine its splits) take 9.5 to 12 us a layer at 64 to 1,024
+tokens, this one 5 to 9; from about 4,000 tokens on both take about the same (gpu.jsonl.xz/attention). A program takes
+some of a request's keys for the query heads that share them; one program has the newest key and value at hand, and
+writes them to the cache. Where several programs share a request, the last one to arrive adds up what they found (flash
+decoding)."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -1,10 +1,9 @@
 """Weights as the kernel for a whole trunk reads them (exchange.cu says how it works). Needs torch alone.
 
-Copies of 4 bits (`early_exit.draft_weights.integers`) are laid out anew, integers and scales as they are. A record is a
-tile of 16 rows times one group of 64 columns; every warp of every block has the records of all layers in one stream, in
-the order in which it multiplies them: its share of the columns of each of its block's tiles, for queries, keys and
-values, the output product, gate and up, and down.
-"""
+Copies of 4 bits (`early_exit.draft_weights.integers`) are laid out anew, as records: a tile of 16 rows times one group
+of 64 columns. Every warp of every block has the records of all layers in one stream, in the order in which it
+multiplies them: its share of the columns of each of its block's tiles, for qkv, the output product, gate and up, and
+down."""
 
 import heapq
 from collections.abc import Mapping, Sequence

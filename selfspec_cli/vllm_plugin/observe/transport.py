@@ -1,13 +1,12 @@
 """How what drafting counts gets from a worker to the process that answers /metrics: within what vLLM sends anyway.
 
 A model runner lays its totals on the output of a step (`attach`), which vLLM takes to the scheduler. There they are
-joined with the scheduler's own, and what is new since the last step goes into the step's SchedulerStats (`send`), which
-vLLM takes to one of the API servers; metrics.py takes it out there. Nobody waits for a device, and an engine without
-statistics (`disable_log_stats`) sends nothing.
+joined with the scheduler's own, and what is new goes into the step's SchedulerStats (`send`), which vLLM takes to one
+of the API servers, where metrics.py takes it out. Nobody waits for a device, and an engine without statistics sends
+nothing.
 
-Of SchedulerStats, `num_kv_fetch_reqs_by_stage` holds the numbers: it is numbers by name, and vLLM reads only the names
-that it knows. What is decoded there has the type of SchedulerStats itself, so fields of our own would be lost.
-"""
+The numbers are in `num_kv_fetch_reqs_by_stage`: that is numbers by name, of which vLLM reads only those that it knows.
+What is decoded there has the type of SchedulerStats itself, so fields of our own would be lost."""
 
 import logging
 import os

@@ -2,11 +2,9 @@
 logit_bias, custom ones and budgets are applied to requests that draft nothing.
 
 vLLM lays out the rows of a step as one for each draft wherever the engine speculates. In a step without drafts that is
-no row at all, so that one request's budget is carried out on another. It looks at tokens of earlier steps alone, so
-that thinking which ends by itself inside accepted drafts is ended again when the budget runs out. And a request without
-a budget that moves into the row of one that has ended is given that one's budget, drafts or not. So each request with a
-budget has vLLM's own states for itself.
-"""
+no row at all, so that one request's budget is carried out on another. Thinking that ends by itself inside accepted
+drafts is ended again when the budget runs out, and a request without a budget that moves into the row of one that has
+ended is given that one's. So each request with a budget has vLLM's own states for itself."""
 
 from __future__ import annotations
 

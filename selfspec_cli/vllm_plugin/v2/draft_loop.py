@@ -1,12 +1,10 @@
 """The draft loop of the V2 model runner, on the device: the layers that draft, one step, all steps of a round, and the
 CUDA graphs that they are captured into. When it runs and what it starts from is in speculator.py.
 
-A step is slot mapping, attention metadata, first E layers, exit head, gate and the next step's inputs. Captured, the
-loop ends on the device (device_loop.py) as soon as every gate is closed, on all tensor-parallel ranks alike (ranks.py).
-Where that cannot be had, k steps are captured one after the other, and closed requests do no attention work in them;
-where an attention backend cannot update its metadata in place, each step is a graph of its own. Without graphs the host
-launches each step.
-"""
+Captured, the loop ends on the device (device_loop.py) as soon as every gate is closed, on all tensor-parallel ranks
+alike (ranks.py). Where that cannot be had, k steps are captured one after the other, and closed requests do no
+attention work in them; where an attention backend cannot update its metadata in place, each step is a graph of its own.
+Without graphs the host launches each step."""
 
 from __future__ import annotations
 

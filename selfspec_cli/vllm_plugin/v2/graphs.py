@@ -1,14 +1,12 @@
 """Graphs of vLLM's V2 model runner that an engine with early exit has beside vLLM's own.
 
-vLLM captures decode steps in which each request has k drafts. A step without drafts would run without a full graph
-then, slower than vLLM without early exit; with a graph for every width of a verify pass that may be planned (widths.py)
-it replays what vLLM's plain decode step replays.
+vLLM captures decode steps in which each request has k drafts. With a graph for every width of a verify pass that may be
+planned (widths.py), a step without drafts replays what vLLM's plain decode step replays.
 
-A mixed prefill and decode batch has no uniform shape. vLLM replays the parts of it that lie between two attentions, and
-the host launches each attention: in a model of 24 layers some fifty launches, for which the device waits. Early exit
-ends a request in fewer steps, so more of them are such batches. Where an attention backend can be captured with any mix
-of lengths, as FlashAttention 3 can, they get full graphs here, too: one for each size, and one more for short queries.
-"""
+Of a mixed prefill and decode batch vLLM replays the parts between two attentions, and the host launches each attention:
+in a model of 24 layers some fifty launches, for which the device waits. Early exit ends a request in fewer steps, so
+more of them are such batches. Where an attention backend can be captured with any mix of lengths, as FlashAttention 3
+can, they get full graphs here, too: one for each size, and one more for short queries."""
 
 from __future__ import annotations
 

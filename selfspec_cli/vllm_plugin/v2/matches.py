@@ -1,11 +1,9 @@
 """Free drafts on vLLM's V2 model runner: early_exit/free_drafts.py for a whole batch, on the device.
 
-A round with free drafts has three more kernels in front of its loop. `_look_up` finds the longest match of each
-request's last tokens, over blocks of its history; `_judge`, one program a row, learns from the verify pass how often
-matches came true, and copies the draft of a row whose match is trusted, which closes the row; then a step's end counts
-who is left, and ends the round where a step for these costs all more than it brings (`counting._turn`). In the loop,
-`take_over` ends a row whose own draft made its match long enough.
-"""
+In front of the loop, `_look_up` finds the longest match of each request's last tokens, over blocks of its history;
+`_judge`, one program a row, learns from the verify pass how often matches came true, and copies the draft of a row
+whose match is trusted, which closes the row; then a step's end counts who is left, and ends the round where a step for
+these costs all more than it brings. In the loop, `take_over` ends a row whose own draft made its match long enough."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

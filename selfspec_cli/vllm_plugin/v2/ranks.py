@@ -1,11 +1,9 @@
 """A draft loop that ends on the device, on several tensor-parallel ranks.
 
-Every rank gathers the same logits, so each closes the same requests after the same step, and loops that end when no
-request is open take the same steps on all ranks. What ranks exchange in the loop's body has to be work that a
-conditional node of a CUDA graph may hold. vLLM sums activations by a kernel of its own where GPUs reach each other's
-memory; it has one that gathers, too, but gathers logits through NCCL. In draft steps the kernel gathers them. A small
-graph shows, before the loop is captured, whether the exchange works in a loop on this machine.
-"""
+Every rank gathers the same logits, so each closes the same requests after the same step, and loops take the same steps
+on all ranks. What ranks exchange in the loop's body has to be work that a conditional node of a CUDA graph may hold:
+vLLM sums activations by a kernel of its own where GPUs reach each other's memory, but gathers logits through NCCL. In
+draft steps its kernel gathers them. A small graph shows first whether the exchange works in a loop on this machine."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,14 +1,12 @@
 """What vLLM's V2 model runner and its rejection sampler do otherwise with early exit.
 
-The runner tells the speculator of new requests, and leaves it out of steps without drafts that follow such steps.
-vLLM's hands every step to its speculator, writes that it drafted nothing into the requests' rows and reads them out
-again: some five small kernels, which a plain engine does not have.
+The runner tells the speculator of new requests, and leaves it out of steps without drafts that follow such steps, which
+saves some five small kernels.
 
-Drafts that stopped early: the V2 scheduler plans a step before the drafts of the last one exist, so every request is
-verified at k places. Places beyond what a request drafted hold token 0, which the model can embed; the rejection
-sampler gets these as invalid drafts, as vLLM marks drafts that a grammar forbids. It also gives log-probabilities of
-chosen tokens (`logprob_token_ids`), which vLLM 0.32 leaves out of steps with drafts.
-"""
+The V2 scheduler plans a step before the drafts of the last one exist, so every request is verified at k places. Places
+beyond what a request drafted hold token 0, which the model can embed; the rejection sampler gets these as invalid
+drafts, as vLLM marks drafts that a grammar forbids. It also gives log-probabilities of chosen tokens
+(`logprob_token_ids`), which vLLM 0.32 leaves out of steps with drafts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """The drafter of the V2 model runner, as vLLM's runner knows it: a round, and what changes on a live engine.
 
-The same method as v1/proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
-newest token, the number of rejected drafts and the block tables on the device; one kernel turns them into the first
+As v1/proposer.py, but the device never waits for the host: one kernel turns what the verify pass left into the first
 draft step's inputs (round_setup.py), and then the draft loop runs (draft_loop.py). There is no draft prefill: the
-shared KV cache holds everything already.
-"""
+shared KV cache holds everything already."""
 
 from __future__ import annotations
 
@@ -115,10 +113,6 @@ class EarlyExitSpeculator(DraftLoop):
             self.state.left_out.zero_()  # a round that leaves nothing out does not write it
         self._leaves_out = leaves_out
 
-    def _limit(self, threshold: float | None) -> float:
-        """The number that the gate compares with for a request's `threshold`; NaN, the gate's own, if it has none."""
-        return math.nan if threshold is None else self.gate.limit(threshold)
-
     def add_requests(self, slots: list[int], parameters: list[Any], prompts: list[int], verified: bool) -> None:
         """Note new requests before their first step. The device does not need them before drafts are verified or a
         round begins, so they are sent only then: a server with drafting disabled sends nothing.
@@ -134,7 +128,8 @@ class EarlyExitSpeculator(DraftLoop):
             return
         parameters, prompts = zip(*self._new.values(), strict=True)
         settings = [own_settings(params, self.settings) for params in parameters]
-        limits = [self._limit(request.threshold) for request in settings]
+        own = (request.threshold for request in settings)
+        limits = [math.nan if threshold is None else self.gate.limit(threshold) for threshold in own]
         ends = [Ending.of(params, length) for params, length in zip(parameters, prompts, strict=True)]
         take_in(self.state, list(self._new), settings, limits, ends)
         self._new.clear()

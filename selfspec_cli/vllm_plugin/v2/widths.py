@@ -1,17 +1,13 @@
 """How many draft slots the scheduler plans for each request of the next verify pass, on vLLM's V2 model runner.
 
 The scheduler plans a step before the drafts of the last one exist, and all requests of a step get as many slots,
-because the decode graphs are captured for steps of one shape. What each request drafts within that width is decided on
-the device (round_setup.py). Here it is decided how wide: under gate `auto` as wide as pays by measured times and
-acceptance (rule.py); else as wide as the longest draft that any request may make by the table and by its own wish.
-Steps without slots are vLLM's plain decode steps.
+because the decode graphs are captured for steps of one shape: under gate `auto` as many as pay by measured times and
+acceptance (rule.py), else as the longest draft that any request may make by the table and by its own wish. What each
+drafts within that width is decided on the device (round_setup.py). Steps without slots are vLLM's plain decode steps.
 
-And how many requests and tokens decode graphs are captured for. vLLM captures no graph for more than 512 tokens (1,024
-on some devices) unless a user says so, and runs larger steps kernel by kernel. With 5 tokens a request that is every
-step of more than 102 requests, and a mixed prefill and decode batch even sooner. So the limit is raised here for
-`RAISED` requests of k drafts each, whatever the table of lengths says. The table says for which widths and how many
-requests graphs are captured.
-"""
+And how many requests and tokens decode graphs are captured for. vLLM captures none for more than 512 tokens (1,024 on
+some devices) unless a user says so, which with 5 tokens a request is every step of more than 102 requests. So the limit
+is raised here for `RAISED` requests of k drafts each; the table says for which widths and how many requests."""
 
 import functools
 from collections import Counter

@@ -1,14 +1,12 @@
 """The draft on copies of the target's weights, of any kind (early_exit/draft_weights).
 
-The target's modules are left as they are, so the verify pass, which decides on every token, runs on its own weights;
-copies can only change which drafts are proposed. Of a mixture of experts the router, and experts that every token
-passes through, stay the target's own; the copied experts are run by the same part of vLLM as the target's, on the CPU
-from dequantised weights, on CUDA by the module of kernels of the kind.
+The target's modules are left as they are: copies can only change which drafts are proposed. Of a mixture of experts the
+router, and experts that every token passes through, stay the target's own; the copied experts are run by the same part
+of vLLM, on the CPU from dequantised weights, on CUDA by the module of kernels of the kind.
 
 Weights that are replaced in a live engine reach the copies: these, and rows of the lm_head that were gathered for a
 draft vocabulary, are filled anew in place, because CUDA graphs hold their addresses. What was fitted to the old weights
-(an exit head's file, copies that were made from data) cannot be; the log says so.
-"""
+(an exit head's file, copies that were made from data) cannot be; the log says so."""
 
 from __future__ import annotations
 

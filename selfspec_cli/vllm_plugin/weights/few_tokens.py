@@ -1,20 +1,17 @@
 """2 to 32 tokens times integer copies of 4 and 8 bits, by tensor cores in 8-bit integers.
 
-With few tokens nothing but reading the weight should take time, in small matrices above all: what counts there is that
-every program asks for much of what it reads at once. So weights go from memory straight to the registers of which a
-tensor core multiplies them. That works because any order of the 64 inputs of a group will do, as long as weights and
-tokens have the same. In an `mma` of 16 rows, 8 tokens and 32 inputs, lane 4 r + t of a warp holds inputs of rows r and
-r + 8 and of token r; it is given the t-th quarter of the bytes that each row has for a group: 16 contiguous bytes with
-8 bits, 8 with 4. Tokens have been rounded to signed bytes before, in the same order (rounding.py). Integers of 4 bits
-are multiplied as 16 times themselves, which a mask makes of both halves of a byte, and their sign bits come right by
-one exclusive or in the same instruction.
+With few tokens nothing but reading the weight should take time. So weights go from memory straight to the registers of
+which a tensor core multiplies them. That works because any order of the 64 inputs of a group will do, as long as
+weights and tokens have the same. In an `mma` of 16 rows, 8 tokens and 32 inputs, lane 4 r + t of a warp holds inputs of
+rows r and r + 8 and of token r; it is given the t-th quarter of the bytes that each row has for a group: 16 contiguous
+bytes with 8 bits, 8 with 4. Tokens have been rounded to signed bytes before, in the same order (rounding.py). Integers
+of 4 bits are multiplied as 16 times themselves, which a mask makes of both halves of a byte, and their sign bits come
+right by one exclusive or in the same instruction.
 
 A warp multiplies ROWS rows by one group of all tokens at a time. The warps of a program have different groups, or
-different rows too where there are more rows than a warp takes; `tl.dot` knows that as a batch. Tensors are made so that
-the layout in which Triton loads them is the one in which it multiplies them: nothing passes through shared memory
-before the sums of the warps are added. Results do not depend on that, only the time does;
-tests/unit/test_v2_kernels.py looks for it.
-"""
+different rows too where there are more rows than a warp takes; `tl.dot` knows that as a batch. The layout in which
+Triton loads tensors is the one in which it multiplies them: nothing passes through shared memory before the sums of the
+warps are added. Only the time depends on that; tests/unit/test_v2_kernels.py looks for it."""
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -1,13 +1,10 @@
 """Products with integer copies of weights, 4 or 8 bits each, in groups along a row with one scale a group.
 
-Copies stay in the layout in which `early_exit.draft_weights.integers` writes them. One token is multiplied by the
-kernel of one_token.py, and 2 to 32 by that of few_tokens.py, which takes 33 to 64 in two turns. With more, products are
-bound by arithmetic, and the target's own weight is as fast, where the target has it. The tokens are rounded to 8 bits
-before (rounding.py), in a compiled layer by the norm or the activation in front (`round_in_front`).
-
-These are the products of the lm_head, and of the layers of models that fused_step/ does not know: it computes all
-layers as one kernel, from layouts of its own.
-"""
+One token is multiplied by the kernel of one_token.py, and 2 to 32 by that of few_tokens.py, which takes 33 to 64 in two
+turns, from the layout of `early_exit.draft_weights.integers`. With more, products are bound by arithmetic, and the
+target's own weight is as fast, where the target has it. The tokens are rounded to 8 bits before (rounding.py), in a
+compiled layer by the norm or the activation in front (`round_in_front`). These are the products of the lm_head, and of
+models that fused_step/ does not know."""
 
 from __future__ import annotations
 

@@ -4,13 +4,11 @@ At one token nothing but reading the weight should take time. A program sums a f
 another, and the tiles keep enough bytes under way. Those of `gemv` were found on an H200 (results/LOG.md), which reads
 bf16 weights at 3.2 to 4.2 TB/s with them and at 2.6 to 4.2 with cuBLAS.
 
-Integers (their layout: `early_exit.draft_weights.integers`) have fewer bytes to hide the arithmetic behind. So the
-token is rounded to 8-bit integers before (rounding.py), and `dp4a` multiplies and adds four pairs of bytes at once: a
-word of eight 4-bit weights takes two of them, two masks and a shift. Each program, which is one warp, loads 16 bytes at
-a time, and the token's bytes once for all of its rows. From compute capability 9.0 on it is launched with the kernel
-that rounds (programmatic dependent launch) and asks for its first weights before it waits for the token, because they
-do not depend on it.
-"""
+Integers have fewer bytes to hide the arithmetic behind. So the token is rounded to 8-bit integers before (rounding.py),
+and `dp4a` multiplies and adds four pairs of bytes at once: a word of eight 4-bit weights takes two of them, two masks
+and a shift. Each program, which is one warp, loads 16 bytes at a time, and the token's bytes once for all of its rows.
+From compute capability 9.0 on it is launched with the kernel that rounds (programmatic dependent launch) and asks for
+its first weights before it waits for the token."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

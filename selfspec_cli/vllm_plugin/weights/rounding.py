@@ -1,11 +1,9 @@
 """Tokens as signed bytes, as the products with integer copies read them (one_token.py, few_tokens.py).
 
-Each group of 64 inputs is divided by its own largest magnitude. A kernel that does only that takes about 1.2 us, and it
-runs four times a layer. So what most often comes before a product, the norm and the gated activation, can round its own
-result here (lowbit.py puts it there). From compute capability 9.0 on the product is launched together with any of them
-(programmatic dependent launch), and asks for its first weights meanwhile. All kernels for one
-token, attention among them, share what comes first here.
-"""
+Each group of 64 inputs is divided by its own largest magnitude. A kernel that does only that takes about 1.2 us, four
+times a layer. So the norm and the gated activation, which most often come before a product, can round their own results
+(lowbit.py puts them there). From compute capability 9.0 on the product is launched together with any of them
+(programmatic dependent launch). All kernels for one token, attention among them, share what comes first here."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -1,11 +1,9 @@
 """What a draft shares with the target: modules of which a few parts are replaced, and the target's own weights.
 
-The target is not changed. A draft step multiplies its weights by one_token.py at one token and by PyTorch's kernels at
-more: an operator of its own, because torch.compile traces the trunk once for any number of tokens, so the choice has to
-fall when a step runs (or when a CUDA graph records it). Only drafts are computed so. The verify pass runs vLLM's
-kernels, so another way to round a sum can change a draft, and with it which of the target's samples a seed gives, but
-neither a greedy output nor a distribution.
-"""
+A draft step multiplies these by one_token.py at one token and by PyTorch's kernels at more: an operator of its own,
+because torch.compile traces the trunk once for any number of tokens, so the choice has to fall when a step runs (or a
+CUDA graph records it). The verify pass runs vLLM's kernels, so another way to round a sum can change a draft, and with
+it which of the target's samples a seed gives, but neither a greedy output nor a distribution."""
 
 from __future__ import annotations
 

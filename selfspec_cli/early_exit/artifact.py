@@ -133,9 +133,8 @@ def save_pt(folder: str | os.PathLike[str], head: ExitHead, metadata: HeadMetada
 
 
 def _load_pt(file: Path) -> LoadedHead:
-    """The head in a .pt file, loaded with `weights_only=True`, so that nothing in the file is ever run.
-    Raises HeadError for a file that holds anything but such tensors, is damaged, was fitted before the norm, or whose
-    name does not say the layer."""
+    """The head in a .pt file; nothing in the file is ever run (`weights_only=True`). Raises HeadError for a file that
+    is damaged, holds anything else, was fitted before the norm, or whose name does not say the layer."""
     layer = legacy_layer(file)
     if layer is None:
         raise HeadError(f"head {file}: the layer is read from the name, ee_layer<N>_lsq.pt or h<N>.pt")

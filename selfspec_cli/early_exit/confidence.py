@@ -30,8 +30,8 @@ def bins_of(confidence: Tensor) -> Tensor:
 
 
 def learnt(counts: Tensor, confidence: Tensor, stood: Tensor) -> Tensor:
-    """Counts [2, BINS] after a verify pass. confidence [n]: of each judged token, the first that fell included and none
-    after it; stood, bool [n]."""
+    """Counts [2, BINS] after a verify pass. confidence [n]: of each judged token, up to the first that fell; stood,
+    bool [n]."""
     bins = bins_of(confidence)
     fresh = [torch.bincount(judged, minlength=BINS) for judged in (bins[stood], bins)]
     return faded(counts, torch.stack(fresh).to(counts.dtype))

@@ -89,8 +89,8 @@ class DraftCounters:
         self._taken: int | None = None  # steps of the round in hand
 
     def allowed(self, limit: int, requests: Sequence[tuple[int, str | None]]) -> None:
-        """A round begins in which each request may draft that many tokens; with the reason where it may draft none.
-        limit: for all of them."""
+        """A round begins in which each request may draft this many tokens, or none for a reason. limit: for all of
+        them."""
         self.in_force = min(limit, max((k for k, _ in requests), default=limit))
         for _, reason in requests:
             if reason is not None:
@@ -143,9 +143,8 @@ def total(snapshots: Iterable[Snapshot | None]) -> Snapshot | None:
 
 
 def summary(counts: Snapshot, rounds: int, drafted: int, accepted: int) -> dict[str, Any]:
-    """What a row says of drafting; None where nothing was counted.
-    counts: the draft loop's own, over one stretch. rounds, drafted, accepted: vLLM's, over the same stretch, each round
-    one request's."""
+    """What a row says of drafting; None where nothing was counted. counts: the draft loop's own, over one stretch.
+    rounds, drafted, accepted: vLLM's, over the same stretch, each round one request's."""
     active = [(number, count) for number, count in enumerate(counts.get("active_histogram", [])) if count]
     return {
         "rounds": counts["rounds"],

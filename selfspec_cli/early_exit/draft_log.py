@@ -84,8 +84,7 @@ class DraftLog:
 @dataclass
 class DraftRecorder:
     """Collects a `DraftLog` beside a draft loop. A draft waits under its request's id until the verifier has spoken.
-    A step only copies the logits. The statistics are computed for `BLOCK` tokens at once: one token at a time they cost
-    a tenth of a small model's speed, which would not be the drafting that is to be recorded."""
+    A step only copies the logits; statistics of one token at a time would cost a tenth of a small model's speed."""
 
     BLOCK = 64  # tokens; at a vocabulary of 128,256 their logits are 33 MB
 
@@ -108,9 +107,9 @@ class DraftRecorder:
             self._reduce()
 
     def verdict(self, ids: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
-        """The verify pass is over. ids: the batch. sampled: tokens that each request gained, its accepted ones and one
-        of the verifier's own; empty inside a prefill. verified: draft tokens of each request that the pass looked at;
-        None if it looked at none."""
+        """The verify pass is over. ids: the batch. sampled: tokens that each request gained, one of them the verifier's
+        own; empty inside a prefill. verified: draft tokens of each that the pass looked at; None if it looked at
+        none."""
         for place, name in enumerate(ids):
             draft = self._waiting.pop(name, None)
             seen = int(verified[place]) if verified is not None else 0

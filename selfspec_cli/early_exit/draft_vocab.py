@@ -33,9 +33,9 @@ def tag_of(vocab: str, ids: Tensor) -> str | None:
 
 
 def read_ids(path: str | os.PathLike[str], vocab_size: int) -> Tensor:
-    """Token ids from a list file, int64 [V'] ascending: a JSON list, or numbers separated by spaces or lines.
-    Repetitions and order do not matter. Raises HeadError for a file that cannot be read or is no list of integers, an
-    empty list, or an id outside 0..vocab_size-1."""
+    """Token ids from a list file, int64 [V'] ascending: a JSON list, or numbers separated by spaces or lines, in any
+    order.
+    Raises HeadError for no list of integers, an empty one, or an id outside 0..vocab_size-1."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
@@ -52,9 +52,9 @@ def read_ids(path: str | os.PathLike[str], vocab_size: int) -> Tensor:
 
 
 def ids_of(vocab: str, vocab_size: int) -> Tensor | None:
-    """Token ids that a plain speculative_config's `vocab` names, int64 [V'] ascending; None for "full".
-    A number V' means the first V' ids: byte pair encoding merges the most frequent pair first, so these are about the
-    most frequent tokens. Raises HeadError for a number outside 1..vocab_size, and as `read_ids` for a file."""
+    """Token ids that a plain speculative_config's `vocab` names, int64 [V'] ascending; None for "full". A number V'
+    means the first V' ids, which byte pair encoding gives to about the most frequent tokens. Raises HeadError as
+    `read_ids`."""
     if vocab == "full":
         return None
     if not vocab.isdigit():

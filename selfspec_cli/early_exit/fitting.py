@@ -237,9 +237,9 @@ def fit_head(spec: HeadSpec, equations: NormalEquations, ridge: float = 0.0) -> 
 
 @torch.no_grad()
 def agreement(head: ExitHead, batches: Iterable[tuple[Tensor, Tensor]], lm_head: LmHead) -> float:
-    """Share of positions at which the head's argmax is the target, in [0, 1].
-    batches: (x [n, hidden] on any device, of any dtype, target ids int64 [n]); with the full model's argmax as target
-    this is the teacher-forced acceptance of greedy drafts. Raises FitError for no data."""
+    """Share of positions at which the head's argmax is the target, in [0, 1]; with the full model's argmax as target,
+    the teacher-forced acceptance of greedy drafts. batches: (x [n, hidden], target ids int64 [n]). Raises FitError for
+    no data."""
     weight = next(head.parameters(), None)
     hits = seen = 0
     for x, target in batches:
@@ -258,9 +258,8 @@ def choose_ridge(
     lm_head: LmHead,
     ridges: Sequence[float] = RIDGES,
 ) -> tuple[ExitHead, FitReport]:
-    """The fit, of those with `ridges`, whose head agrees best on held-out data; ties go to the larger ridge.
-    fit: ridge -> (head, report). batches: as for `agreement`. A ridge too small for the data is passed over; FitError
-    is raised when none is left."""
+    """The fit, of those with `ridges`, whose head agrees best on held-out data; ties go to the larger ridge. fit: ridge
+    -> (head, report). batches: as for `agreement`. Raises FitError where every ridge is too small for the data."""
     held_out = list(batches)
     best: tuple[float, tuple[ExitHead, FitReport]] | None = None
     refusal = FitError("no ridge to choose from")

@@ -110,8 +110,8 @@ class Matches:
     copied: int = 0
 
     def verdict(self, text: Tensor, accepted: int) -> int:
-        """A verify pass is over, `text` [n] has its tokens, and `accepted` of the last draft stood; how many of these
-        were copied."""
+        """A verify pass is over, after which the request has `text` [n]; how many of the `accepted` drafts were
+        copied."""
         if self.length and len(text) > self.known:
             text = text[: self.known + self.tokens + 1]
             agreed = agreement(text, self.known, self.start)

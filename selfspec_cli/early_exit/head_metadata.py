@@ -108,9 +108,9 @@ def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
 
 
 def check_shapes(kind: HeadKind, shapes: Shapes, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes "hidden", "rows" and "rank" of the tensors of a head, as far as they have them.
-    sizes: already known ones. Raises HeadError if the names are not the tensors of a head of this kind, or if sizes
-    contradict each other or the known ones."""
+    """The sizes "hidden", "rows" and "rank" of a head's tensors, as far as they have them. sizes: already known ones.
+    Raises HeadError for names that are not those of a head of this kind, or sizes that contradict each other or the
+    known ones."""
     possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
     expected_shapes = next((expected for expected in possible if expected.keys() == shapes.keys()), None)
     if expected_shapes is None:
@@ -136,9 +136,8 @@ def legacy_layer(file: Path) -> int | None:
 
 
 def find_head(directory: str | os.PathLike[str], layer: int, spec: HeadSpec | None = None) -> Path:
-    """The one head for `layer` in a directory, by metadata; .pt files by their name.
-    spec: which head, over the full vocabulary; None takes any. Raises HeadError when there is none (listing those that
-    are there) or more than one."""
+    """The one head for `layer` in a directory, by metadata; .pt files by their name. spec: over the full vocabulary;
+    None takes any. Raises HeadError when there is none (listing those that are there) or more than one."""
     root = Path(directory)
     if not root.is_dir():
         raise HeadError(f"directory of heads {root} does not exist")

@@ -56,9 +56,8 @@ class ExitHead(nn.Module):
         return self.kind.transform(x, self.tensors)
 
     def logits(self, x: Tensor, lm_head: LmHead | None = None) -> Tensor:
-        """Draft logits through any lm_head, [N, hidden] -> [N, V']; a head with rows of its own needs none.
-        With a draft vocabulary this computes all V columns and keeps V' of them: `bind` is cheaper where the lm_head's
-        weight is known."""
+        """Draft logits through any lm_head, [N, hidden] -> [N, V']; a head with rows of its own needs none. A draft
+        vocabulary still computes all V columns: `bind` is cheaper where the lm_head's weight is known."""
         if self.has_rows:
             return F.linear(self.transform(x), *self.bind())
         assert lm_head is not None
@@ -66,7 +65,7 @@ class ExitHead(nn.Module):
         return full if self.vocab_ids is None else full.index_select(-1, self.vocab_ids)
 
     def bind(self, lm_head_weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The projection's weight [V', hidden], gathered for a draft vocabulary, else the model's own, and its bias [V'].
+        """The projection's weight [V', hidden], gathered for a draft vocabulary, else the model's own; and bias [V'].
         lm_head_weight: [V, hidden], without padding; a head with rows of its own does not use it. Scaling or
         soft-capping of logits stays with the caller."""
         if self.has_rows:
@@ -107,8 +106,8 @@ def scatter_to_full(draft_logits: Tensor, vocab_ids: Tensor, vocab_size: int) ->
 
 
 def check_vocab_ids(vocab_ids: Tensor, vocab_size: int | None = None) -> Tensor:
-    """`vocab_ids` as int64 [V'], checked: one dimension, integers, not empty, strictly ascending, inside [0, V).
-    Raises HeadError naming the first offender."""
+    """`vocab_ids` as int64 [V']. Raises HeadError unless it is one dimension of integers, strictly ascending, in [0,
+    V)."""
     if vocab_ids.dim() != 1 or vocab_ids.dtype.is_floating_point or vocab_ids.dtype == torch.bool:
         raise HeadError(f"a draft vocabulary is a list of token ids, not {vocab_ids.dtype} {list(vocab_ids.shape)}")
     if len(vocab_ids) == 0:

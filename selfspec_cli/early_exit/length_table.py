@@ -82,8 +82,7 @@ class LengthTable:
 
     @classmethod
     def from_vllm(cls, ranges: object, k: int) -> LengthTable:
-        """The table for vLLM's list of (first, last, k): after each range its length goes on. Lengths are cut to `k`,
-        as vLLM cuts them. Raises SettingsError."""
+        """The table for vLLM's list of (first, last, k), lengths cut to `k` as vLLM cuts them. Raises SettingsError."""
         if not isinstance(ranges, (list, tuple)) or not ranges:
             raise SettingsError(
                 f"{VLLM_KEY} = {ranges!r} must be a list of [first batch size, last batch size, tokens]"

@@ -60,9 +60,9 @@ def confident(threshold: float) -> Gate:
 def propose(
     draft: Model, cache: Tensor, text: Sequence[int], k: int, gate: Gate, temperature: float, draw: Draw
 ) -> tuple[list[int], list[Tensor]]:
-    """Draft up to k tokens after `text`; also the probabilities [V] that each was drawn from.
-    There is nothing to prefill. The draft is the model's own first layers, so the cache already holds their keys and
-    values for every token of `text` but the newest."""
+    """Draft up to k tokens after `text`; also the probabilities [V] that each was drawn from. Nothing is prefilled: the
+    draft is the model's first layers, so the cache holds their keys and values for every token of `text` but the
+    newest."""
     guesses: list[int] = []
     drawn_from: list[Tensor] = []
     while len(guesses) < k:

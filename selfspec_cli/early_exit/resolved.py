@@ -80,8 +80,8 @@ class ResolvedSettings(DraftSettings):
 
     @property
     def free_requests(self) -> int:
-        """Running requests up to which a table of lengths does not limit free drafts, because a verify pass has room
-        for them; 0 without free drafts."""
+        """Running requests up to which a table does not limit free drafts: a verify pass has room for them; 0 without
+        these."""
         return PLACES_AT_HAND // (self.free_drafts + 1) if self.free_drafts else 0
 
     @property

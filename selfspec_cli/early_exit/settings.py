@@ -203,9 +203,8 @@ def arm_settings(settings: DraftSettings) -> dict[str, Any]:
 
 
 def to_spec(settings: DraftSettings) -> dict[str, Any]:
-    """Settings as a user would write them in a speculative_config, with the threshold in force.
-    Head, draft vocabulary and context only where they are not the default, the kind of a head only where no file says
-    it."""
+    """Settings as a user would write them in a speculative_config, with the threshold in force. Head, draft vocabulary
+    and context only where they are not the default, the kind of a head only where no file says it."""
     spec: dict[str, Any] = {}
     for option in OPTIONS.values():
         about = option.knob

@@ -102,8 +102,7 @@ class DraftView:
         return [*words, f"vocab={self.vocab}", *(f"{name}={value}" for name, value in self.options().items())]
 
     def columns(self) -> dict[str, Any]:
-        """Columns of a row for weights, layers and context; `record.tables.identity` has those of E, head and
-        vocabulary."""
+        """Columns of a row for weights, layers and context; `record.tables.identity` has the others."""
         return {
             "draft_weights": self.weights,
             "skip_layers": as_text(self.skipped),

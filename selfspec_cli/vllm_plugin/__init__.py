@@ -40,9 +40,8 @@ worker.py         calls from the driver into live workers: thresholds, counters,
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice.
-    It replaces nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never
-    raises. A request for early exit on a vLLM that nobody has tried is taken if all that is used is there."""
+    """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice. It replaces
+    nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never raises."""
     try:
         from selfspec_cli.vllm_plugin import patches
 

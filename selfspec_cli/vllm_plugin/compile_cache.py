@@ -33,8 +33,8 @@ def keep_on_cpu() -> None:
 
 
 def remember_plain_sizes(config: vllm.VllmConfig, choose: Callable[[Any], Any]) -> None:
-    """Keep with `config` the sizes of graphs that it would have without speculation. choose: vLLM's way to choose them,
-    which is about to be used on `config` itself."""
+    """Keep with `config` the sizes of graphs that it would have without speculation. choose: vLLM's way to choose
+    them."""
     plain = copy.copy(config)
     plain.speculative_config, plain.compilation_config = None, copy.copy(config.compilation_config)
     choose(plain)
@@ -54,9 +54,8 @@ def as_plain(vllm_config: vllm.VllmConfig) -> vllm.VllmConfig:
 
 
 def share_with_plain(modules: Iterable[nn.Module], vllm_config: vllm.VllmConfig) -> None:
-    """Have what vLLM will compile of a target compiled under the key of an engine without speculation. modules: from
-    the target's root to its decoder.
-    Call before the model's first forward; what is compiled already stays as it is."""
+    """Have vLLM compile a target under the key of an engine without speculation; call it before the model's first
+    forward. modules: from the target's root to its decoder."""
     if vllm_config.compilation_config.mode != vllm.CompilationMode.VLLM_COMPILE:
         return
     for module in modules:
@@ -71,8 +70,7 @@ def share_with_plain(modules: Iterable[nn.Module], vllm_config: vllm.VllmConfig)
 
 
 def count_times(models: Iterable[nn.Module], vllm_config: vllm.VllmConfig) -> None:
-    """Add what these took to compile to what the engine says of its start; vLLM counts it by the configuration that it
-    compiles with."""
+    """Add what these took to compile to what the engine says of its start; vLLM counts it by configuration."""
     own = vllm_config.compilation_config
     parts = (part for model in models for part in model.modules())
     found = {id(config): config for part in parts if (config := getattr(part, "compilation_config", own)) is not own}

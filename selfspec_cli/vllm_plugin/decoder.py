@@ -51,9 +51,9 @@ class Place:
 
 
 def place_of(model: nn.Module) -> Place:
-    """Where the layers are inside a causal LM or a multimodal wrapper around one.
-    Raises SettingsError, naming the architecture, where no module's forward loops over layers that it holds, and where
-    a verify pass would be wrong: tokens of a step must not see later ones."""
+    """Where the layers are inside a causal LM or a multimodal wrapper around one. Raises SettingsError, naming the
+    architecture, where no forward loops over layers, or tokens of a step see later ones, so that a verify pass would be
+    wrong."""
     inner = _inside(model)
     if any(type(part).__name__ == BOTH_WAYS for part in inner.modules()):
         raise SettingsError(

@@ -149,8 +149,8 @@ class TargetHead:
 
     @property
     def copied(self) -> tuple[CopiedWeight, Tensor | None] | None:
-        """The copy that makes the logits, on this tensor-parallel rank, and the bias that its product adds; None where
-        no copy makes them."""
+        """The copy that makes the logits, on this tensor-parallel rank, and the bias that its product adds; None
+        without one."""
         return None if self._bound is None else self._bound.copied
 
     @property
@@ -216,8 +216,7 @@ def load_exit_head(
 
 
 def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: vllm.VllmConfig) -> FittedWeights | None:
-    """The copies, made from data (`selfspec fit-weights`), that `settings` name, checked against this model; None where
-    copies are rounded at load.
+    """The copies, made from data (`selfspec fit-weights`), that `settings` name, for this model; None: rounded at load.
     Raises SettingsError for a file of another model or another kind of copies, and on several ranks."""
     if settings.draft_weights_path is None:
         return None
@@ -246,8 +245,7 @@ def fingerprint(target: nn.Module, vllm_config: vllm.VllmConfig) -> str:
 
 def plain_lm_head(target: nn.Module, shards: int = 1) -> Tensor | None:
     """The lm_head's weight [V, hidden] where logits are exactly x @ weight^T; None where they are anything else.
-    shards: tensor-parallel ranks that the weight is split over; the weight returned is this rank's share. On such ranks
-    every rank must call it."""
+    shards: tensor-parallel ranks, each of which must call it and gets its share of the weight."""
     lm_head, processor = output_projection(target), getattr(language_model(target), "logits_processor", None)
     weight = getattr(lm_head, "weight", None)
     plain = (

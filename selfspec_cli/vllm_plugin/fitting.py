@@ -49,8 +49,7 @@ SCALED_ON = 8  # such pieces for a scale and a prior: two numbers need no more, 
 
 class Tap:
     """Takes the hidden states that leave chosen layers off each forward pass of a model, and hands them to `collector`.
-    layers: exit layers, E for the states after the first E layers. Raises SettingsError for a model that does not give
-    its states out."""
+    layers: E for the states after the first E. Raises SettingsError for a model that does not give its states out."""
 
     def __init__(self, model: Any, layers: Iterable[int]) -> None:
         if not hasattr(model, "set_aux_hidden_state_layers"):
@@ -225,8 +224,8 @@ def save_all(
 def _tested(
     head: ExitHead, collector: Collector, layer: int, model: nn.Module, vllm_config: vllm.VllmConfig
 ) -> dict[str, Any]:
-    """How often the head, in the dtype and by the path that serve it, drafts on held-out text what the full model
-    says."""
+    """How often the head, in the dtype and by the path that serve it, drafts the full model's tokens on held-out
+    text."""
     served = copy.deepcopy(head).to(embedding(model).device, collector.dtype)
     bound = TargetHead(served, model, collector.vocab_size, vllm_config)
 
@@ -251,9 +250,8 @@ def _tested(
 
 
 class Moments:
-    """Sums of x^T x of every linear layer in the decoder's layers, and of what enters the lm_head.
-    tokens: how many each sum is of. Raises SettingsError for a mixture of experts, on tensor-parallel ranks and on a
-    compiled engine."""
+    """Sums of x^T x, over `tokens` tokens, of every linear layer in the decoder's layers, and of what enters the
+    lm_head. Raises SettingsError for a mixture of experts, on tensor-parallel ranks and on a compiled engine."""
 
     def __init__(self, model: nn.Module, layers: Sequence[int], vllm_config: vllm.VllmConfig) -> None:
         decoder_layers = layers_of(model)
@@ -309,9 +307,8 @@ class Moments:
 
     @torch.inference_mode()
     def fitted(self, kind: str, about: dict[str, Any]) -> tuple[FittedWeights, dict[str, dict[str, float]]]:
-        """Copies of every layer by the data seen, and what is left of the error.
-        The report has, by layer, the share of the product's mean square that is lost: by rounding to nearest, and by
-        rounding with the data. Raises SettingsError for a layer without a plain weight."""
+        """Copies of every layer by the data seen, and by layer the share of the product's mean square that is lost: by
+        rounding to nearest, and by rounding with the data. Raises SettingsError for a layer without a plain weight."""
         if not self.tokens:
             raise SettingsError("no activations were collected, so there is nothing to fit copies to")
         found = FittedWeights(About(kind, fingerprint(self.model, self.vllm_config), self.tokens, more=about), {})

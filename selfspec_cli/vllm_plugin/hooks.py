@@ -82,9 +82,8 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def answer_on_request(original: Function, answer: Callable[[], str | None]) -> Function:
-    """Replacement for a method of `EngineArgs` on a vLLM that is not known.
-    Where early exit is asked for, `answer` says why it cannot be had (RuntimeError), or puts what belongs there in the
-    place of this method; everything else is passed on."""
+    """Replacement for a method of `EngineArgs` on a vLLM that is not known. Where early exit is asked for, `answer`
+    says why it cannot be had (RuntimeError), or puts what belongs there in the place of this method."""
 
     @functools.wraps(original)
     def answer_and_create(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -87,9 +87,8 @@ def behave_like_a_device() -> None:
 
 
 def launch_quickly() -> None:
-    """Replace the functions of Triton's language once, and remember the types of arrays: the same results sooner.
-    The interpreter replaces them in each launch of a kernel and again in each function that a kernel calls, for which
-    it looks through hundreds of names, and writes a table of types down whenever it asks for the type of an array."""
+    """Replace the functions of Triton's language once, and remember the types of arrays: the same results sooner. The
+    interpreter does both in each launch of a kernel, and again in each function that a kernel calls."""
     from triton import language
     from triton.runtime import interpreter
 

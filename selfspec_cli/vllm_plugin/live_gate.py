@@ -22,9 +22,9 @@ class LiveGate:
         self._computes = None if rule.feature is None else GATES[rule.feature]  # whose statistic is compared
 
     def decide(self, logits: Tensor, state: Any) -> Tensor | None:
-        """Draft logits [n, V] -> bool [n], true where drafting goes on; None: all go on.
-        state: the round (v1/round.py), whose `limits` are compared with, and whose `previous` keeps a cumulative
-        statistic for the next step."""
+        """Draft logits [n, V] -> bool [n], true where drafting goes on; None: all go on. state: the round
+        (v1/round.py), whose `limits` are compared with, and whose `previous` keeps a cumulative statistic for the next
+        step."""
         gate = self._computes
         if gate is None or gate.statistic is None:
             return None

@@ -23,9 +23,9 @@ Stage = Literal["config", "scheduler", "worker"]
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced name.
-    target: "module:attribute.path" in vLLM. replacement: "module:function" here; it gets the original and returns what
-    takes its place. docs/how_it_works.md says what vLLM would have to offer for a patch to go."""
+    """One replaced name. target: "module:attribute.path" in vLLM. replacement: "module:function" here; it gets the
+    original and returns what takes its place. docs/how_it_works.md says what vLLM would have to offer for a patch to
+    go."""
 
     target: str
     replacement: str
@@ -213,9 +213,8 @@ def _answer_requests(answer: Callable[[], str | None], said: str) -> None:
 
 
 def apply(stage: Stage, imported_only: bool = False) -> None:
-    """Put the patches of `stage` in place, all of them or none; those that are stay as they are.
-    imported_only: leave out patches of modules that nobody has imported yet. Raises RuntimeError for another vLLM
-    version or a target that is not there."""
+    """Put the patches of `stage` in place, all of them or none. imported_only: leave out patches of modules that nobody
+    has imported yet. Raises RuntimeError for another vLLM version or a target that is not there."""
     reason = releases.refusal()
     if reason is not None:
         raise RuntimeError(reason)

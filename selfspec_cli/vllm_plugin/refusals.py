@@ -16,8 +16,7 @@ from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 def require_runner(device: str, v2: bool | None, has_triton: bool = True) -> None:
     """Raises SettingsError for a device without early exit, and on a CPU or on CUDA for the model runner without it.
-    v2: whether it is the V2 runner; None where vLLM chooses. has_triton: whether vLLM found a backend of Triton's, with
-    which a CPU has early exit on both runners."""
+    v2: None where vLLM chooses. has_triton: with a backend of Triton's a CPU has early exit on both runners."""
     if device not in ("cpu", "cuda"):
         raise SettingsError(
             f"early exit is not supported on {device}; allowed: cpu and cuda; serve without a speculative_config"
@@ -152,8 +151,8 @@ NARROWER = ("sliding_window", "attention_chunk_size", "rswa_window")
 
 
 def refuse_context(context: Context, groups: Iterable[vllm.AttentionGroup]) -> None:
-    """Drafts that attend to a part of the context read shortened block tables, which only attention to the whole
-    context can take.
+    """Drafts that attend to a part of the context read shortened block tables, for attention to the whole context
+    alone.
     groups: vLLM's attention groups that draft, of which several may share a KV cache group. Raises SettingsError."""
     if context.is_full:
         return

@@ -219,9 +219,8 @@ def after_loading(original: Callable[..., None], self: Any, *args: Any, **kwargs
 
 
 def _decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm_config: vllm.VllmConfig) -> None:
-    """Method `skip`: the model itself ends after E layers and speaks through the exit head. Lossy.
-    Every path to the logits goes through `compute_logits`, so prompt log-probabilities (perplexity) are the truncated
-    model's own too."""
+    """Method `skip`: the model itself ends after E layers and speaks through the exit head. Lossy. Every path to the
+    logits goes through `compute_logits`, so prompt log-probabilities (perplexity) are the truncated model's own too."""
     head = load_exit_head(settings, model, vllm_config)
     place = place_of(model)
     if place.ends_at_end_layer:

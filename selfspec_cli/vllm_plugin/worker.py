@@ -20,9 +20,8 @@ WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker"
 
 
 def leave_worker_classes() -> None:
-    """Take this package's extensions out of vLLM's worker classes in this process; call it before an engine starts.
-    vLLM mixes an extension into its worker class for good, and then refuses another one that has names in common with
-    it. What the new engine wants is mixed in anew, so engines that still live keep their methods."""
+    """Take this package's extensions out of vLLM's worker classes before an engine starts: vLLM mixes one in for good,
+    and then refuses another that has names in common with it. Engines that still live keep their methods."""
     for module, name in WORKERS:
         worker = getattr(sys.modules.get(module), name, None)
         if worker is not None:
@@ -32,9 +31,9 @@ def leave_worker_classes() -> None:
 
 
 def register_kernels_once() -> None:
-    """Let vLLM put its CPU kernels in place for the first engine of this process alone; call it before one starts.
-    vLLM does so for each engine, and searches every loaded module for what it replaces. llvmlite, which its n-gram
-    drafter loads, holds an object on which that search fails: '_lib_fn_wrapper' object has no attribute 'get'."""
+    """Let vLLM put its CPU kernels in place for the first engine of this process alone. It searches every loaded module
+    for what they replace, and fails on llvmlite, which its n-gram drafter loads: '_lib_fn_wrapper' object has no
+    attribute 'get'."""
     original = vllm.dispatcher.register_kernels
     if hasattr(original, "__wrapped__"):
         return
@@ -271,9 +270,8 @@ class EarlyExitWorker:
     def early_exit_fit(
         self, folder: str, about: dict[str, Any], vocabularies: dict[str, list[int]]
     ) -> list[dict[str, Any]]:
-        """Solve every planned head at every layer, over all tokens and over each draft vocabulary, test it, and save it
-        under `folder`; returns one plain report a head.
-        about: what the metadata say of the data (corpus, versions). vocabularies: tag -> token ids."""
+        """Solve every planned head at every layer and vocabulary (tag -> token ids), test it, and save it under
+        `folder`; returns one plain report a head. about: what the metadata say of the data (corpus, versions)."""
         from selfspec_cli.vllm_plugin.fitting import save_all
 
         return save_all(self.model_runner.get_model(), self.vllm_config, folder, about, vocabularies)

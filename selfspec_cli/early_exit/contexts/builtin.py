@@ -29,8 +29,7 @@ class Auto(DraftContext):
 
 
 class Window(DraftContext):
-    """The first block of the KV cache, and the blocks that hold at least TOKENS of the last tokens (StreamingLLM's
-    attention sink and window, arXiv:2309.17453)."""
+    """The first block of the KV cache, and those of at least TOKENS last tokens (StreamingLLM, arXiv:2309.17453)."""
 
     name = "window"
     help = "the first block of the context and at least that number of its last tokens: also draft_window=TOKENS"

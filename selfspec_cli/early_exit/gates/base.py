@@ -34,8 +34,8 @@ DEVICE_NAMES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A gate in force: open while the statistic of gate `feature` is at_least, or at_most, `threshold`.
-    feature None: always open."""
+    """A gate in force: open while statistic `feature` is at_least, or at_most, `threshold`; always where feature is
+    None."""
 
     feature: str | None
     direction: Direction

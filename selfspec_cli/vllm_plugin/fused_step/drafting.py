@@ -122,9 +122,9 @@ class FusedStep:
 
     @torch.inference_mode()
     def __call__(self, num_tokens: int, buffers: Any) -> Tensor | None:
-        """Normed hidden states [num_tokens, hidden] of a draft step on vLLM's persistent input buffers.
-        Call it inside vLLM's forward context. None where the trunk has to run instead: for more tokens, without a KV
-        cache, and where a graph would record what has not run before."""
+        """Normed hidden states [num_tokens, hidden] of a draft step on vLLM's input buffers, inside its forward
+        context. None where the trunk has to run: for more tokens, without a KV cache, and where a graph would record
+        what has not run before."""
         from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, WideArguments, pointer
 
         if num_tokens > self.most:
@@ -183,8 +183,8 @@ class FusedStep:
 
     @torch.inference_mode()
     def renew(self, copies: bool = True) -> None:
-        """Read the copies (but for fitted ones: False), norms and biases of now into the tensors whose addresses CUDA
-        graphs hold."""
+        """Read the copies (but for fitted ones: False), norms and biases of now into the tensors that CUDA graphs
+        read."""
         if copies:
             self.fill()
         for name, tensor in stacked(self._layers).items():
@@ -222,7 +222,7 @@ class FusedStep:
 
     def compiled(self, tokens: int, page: int) -> Any:
         """The kernel for a number of tokens and of a block of the KV cache; None where it would be slow, or cannot be
-        compiled now."""
+        compiled."""
         if tokens not in self._few:  # the one for more tokens has room for large layers, too
             tokens = min(most for most in wide_layout.WIDTHS if most >= tokens)
         if tokens not in self._kernels and not torch.cuda.is_current_stream_capturing():

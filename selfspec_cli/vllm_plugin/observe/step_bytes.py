@@ -40,9 +40,8 @@ def step_bytes(
 
 
 def weight_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes that the weights of `modules`, and loose `tensors`, occupy: each storage and each submodule once.
-    vLLM packs linear weights on the CPU into an opaque oneDNN buffer and empties the parameter; such a layer counts
-    with the size that it had."""
+    """Bytes that the weights of `modules`, and loose `tensors`, occupy: each storage and each submodule once. vLLM
+    packs linear weights on the CPU and empties the parameter; such a layer counts with the size that it had."""
     parts = {id(part): part for module in modules for part in module.modules()}.values()
     own = [tensor for part in parts for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]]
     storages = {

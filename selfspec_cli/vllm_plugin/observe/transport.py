@@ -57,8 +57,8 @@ def flat(snapshot: Snapshot) -> Numbers:
 
 @around
 def attach(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Override of a model runner's `sample_tokens`: its answer also says what drafting counted. Not of the worker's,
-    which Ray's executor leaves out."""
+    """Override of a model runner's `sample_tokens`, because Ray's executor leaves the worker's out: counts are in its
+    answer."""
     answer = original(self, *args, **kwargs)
     drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
     landed = getattr(getattr(drafter, "counters", None), "landed", None)

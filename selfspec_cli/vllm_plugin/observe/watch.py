@@ -98,8 +98,8 @@ def _watch_v1(runner: Any, drafter: Any, watch: Watch) -> list[Undo]:
 
 
 def _ended_v1(runner: Any, row: int) -> bool:
-    """Whether a row of the batch has all tokens that its request asked for. The proposer decides the same for itself:
-    it is what is watched, so it is not asked."""
+    """Whether a row has all tokens that its request asked for; decided apart from the proposer, which is what is
+    watched."""
     batch = runner.input_batch
     parameters = runner.requests[batch.req_ids[row]].sampling_params
     made = int(batch.num_tokens_no_spec[row]) - int(batch.num_prompt_tokens[row])
@@ -107,8 +107,7 @@ def _ended_v1(runner: Any, row: int) -> bool:
 
 
 def _watch_v2(runner: Any, speculator: Any, watch: Watch) -> list[Undo]:
-    """On vLLM's V2 model runner, whose draft loop runs on the device. What is read of the device's state is read behind
-    `propose`, which is all that is watched."""
+    """On vLLM's V2 model runner. The device's state is read after `propose`, which is all that is watched."""
     counts, replays = watch.counts, [0]
     on_device = torch.device(speculator.device).type == "cuda"
     if not on_device:

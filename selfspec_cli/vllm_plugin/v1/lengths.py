@@ -151,8 +151,7 @@ class FreeDrafts:
     def verdict(
         self, names: Sequence[str], sampled: Sequence[list[int]], verified: Sequence[int] | None
     ) -> tuple[list[list[int]], list[int] | None]:
-        """A verify pass is over, as in `DraftLengths.verdict`: the same without the tokens that were copied, which say
-        nothing of the model's own drafts."""
+        """As `DraftLengths.verdict`: the same without copied tokens, which say nothing of the model's own drafts."""
         kept, own = list(sampled), [0] * len(sampled) if verified is None else list(verified)
         for row, (name, tokens, places) in enumerate(zip(names, sampled, own.copy(), strict=False)):
             if name not in self._matches or not tokens:

@@ -53,9 +53,8 @@ def _by_request(processor: Any) -> bool:
 
 
 def not_to_draft(batch: Any, requests: Mapping[str, Any]) -> set[int]:
-    """Rows of a batch whose requests draft nothing, because drafts would have to be verified with what vLLM applies to
-    one row a request: a custom processor, a thinking budget, `logit_bias`, or `min_p` of a sampled one.
-    requests: all that the runner has, by name."""
+    """Rows of a batch whose requests, by name in `requests`, draft nothing, because vLLM applies to one row a request
+    what they ask for: a custom processor, a thinking budget, `logit_bias`, or `min_p` of a sampled one."""
     rows: set[int] = set()
     for row, name in enumerate(batch.req_ids):
         asked = requests[name].sampling_params

@@ -110,9 +110,8 @@ class _EarlyExit(DraftModelProposer):
     def initialize_attn_backend(
         self, kv_cache_config: vllm.KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
-        """Draft in all of the target's own attention groups. A hybrid model has several.
-        With the KV cache the model's context length is final: `max_model_len=auto` may have shortened it since this
-        proposer was created."""
+        """Draft in all of the target's own attention groups, of which a hybrid model has several. With the KV cache the
+        model's context length is final: `max_model_len=auto` may have shortened it since this proposer was created."""
         max_model_len = self.vllm_config.model_config.max_model_len
         # Requests near max_model_len draft less (see `_start`); vLLM would switch drafting off for the whole batch.
         self.runner.effective_drafter_max_model_len = max_model_len + self.num_speculative_tokens
@@ -187,9 +186,8 @@ class _EarlyExit(DraftModelProposer):
         common_attn_metadata: CommonAttentionMetadata | None = None,
         **unused: Any,
     ) -> list[list[int]]:
-        """Draft for every request that sampled a token in this step.
-        Returns: one list of token ids for each request, in batch order: up to k that the model drafted, then those that
-        prompt lookup copied."""
+        """Token ids drafted for each request, in batch order, where it sampled a token in this step: up to k that the
+        model drafted, then those that prompt lookup copied."""
         began = time.perf_counter()
         batch = self.runner.input_batch
         sampled, verified = self._sampled, self._verified
@@ -297,9 +295,8 @@ class _EarlyExit(DraftModelProposer):
         return torch.from_numpy(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
 
     def _start(self, batch: Any, limit: int, proposals: list[list[int]]) -> Round | None:
-        """State of a new round: the requests that sampled a token, may draft, and have room for another token.
-        A request with a prompt-lookup draft gets that into `proposals` and drafts nothing itself. Returns None if no
-        request drafts."""
+        """State of a new round: the requests that sampled a token, may draft, and have room for another token; None if
+        none does. A request with a prompt-lookup draft gets that into `proposals` and drafts nothing itself."""
         alone = not_to_draft(batch, self.runner.requests)
         rows = [row for row, sampled in enumerate(self._sampled) if sampled and row not in alone]
         rows = [row for row in rows if not self._ended(row)] if limit else []

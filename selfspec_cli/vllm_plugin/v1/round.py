@@ -76,8 +76,8 @@ class Ahead:
     def metadata(
         self, groups: Sequence[tuple[vllm.AttentionGroup, list[str]]], starts: Tensor
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The next step's attention metadata and slots [n] by layer name: one query token a request, attending to
-        everything up to and including itself.
+        """The next step's attention metadata and slots [n] by layer name: a query token a request, which attends up to
+        itself.
         groups: KV cache groups with the names of their layers that draft. starts: int32 0, 1, ..., at least n + 1."""
         seq_lens, n = self.seq_lens[self.step], self.seq_lens.shape[1]
         metadata: dict[str, Any] = {}

@@ -23,8 +23,8 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 def draw(logits: Tensor, temperature: Tensor, generators: Mapping[int, torch.Generator]) -> tuple[Tensor, Tensor]:
     """A draft token [n] from each row of `logits` [n, V] at its temperature [n], and the distributions [n, V].
-    generators: of the rows whose requests have a seed: drawn from these, the drafts of a request are the same each
-    time, and so is what becomes of them. vLLM draws every draft from the process's generator."""
+    generators: of rows whose requests have a seed, so that their drafts repeat; vLLM draws every draft from the
+    process's generator."""
     greedy = temperature < GREEDY
     probs = (logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)).softmax(-1, dtype=torch.float32)
     noise = torch.empty_like(probs).exponential_()
@@ -77,9 +77,8 @@ def chosen_tokens_beside_others(
     *args: Any,
     **kwargs: Any,
 ) -> vllm.SamplerOutput:
-    """Override of `Sampler.forward`: `logprob_token_ids` of one request leave the log-probabilities of the others.
-    vLLM gives every request of the step what was chosen, so that those that asked for the likeliest get none. logits:
-    [requests, vocabulary]."""
+    """Override of `Sampler.forward`: `logprob_token_ids` of one request leave the log-probabilities of the others,
+    which vLLM drops for every request of the step. logits: [requests, vocabulary]."""
     if chosen := sampling_metadata.logprob_token_ids:
         self = _with_chosen_tokens(self, chosen, 1)
         sampling_metadata = _asking_for_logprobs(sampling_metadata)
@@ -120,9 +119,9 @@ def _with_chosen_tokens(sampler: Any, chosen: Mapping[int, list[int]], rows: int
 
 @around
 def keep_seeds_of_prompts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Override of `GPUModelRunner.sample_tokens`: a request inside its prompt leaves its generator as it is.
-    vLLM draws a token for it too, drops the token and rewinds the generator, which ends the engine on a CPU: generators
-    there have no offset. So what is dropped is drawn without the seed."""
+    """Override of `GPUModelRunner.sample_tokens`: a request inside its prompt leaves its generator as it is. vLLM draws
+    a token for it, drops it and rewinds the generator, which ends the engine on a CPU: generators there have no
+    offset."""
     if self.device.type != "cpu":
         return original(self, *args, **kwargs)
     generators = self.input_batch.generators

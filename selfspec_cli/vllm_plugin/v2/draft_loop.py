@@ -54,8 +54,7 @@ logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users co
 
 
 class DraftLoop(TargetDependentARSpeculator):
-    """The layers that draft, and the loop over their steps on the device, captured or launched step by step. vLLM's
-    class keeps the interface that the runner calls."""
+    """The layers that draft, and the loop over their steps on the device. vLLM's class keeps the runner's interface."""
 
     _loop: device_loop.DeviceLoop | None = None
     _capturing = False
@@ -111,9 +110,9 @@ class DraftLoop(TargetDependentARSpeculator):
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
     def _layers(self, target: nn.Module, fitted: FittedWeights | None) -> tuple[nn.Module, FusedStep | None]:
-        """The layers that draft, and one kernel for all of them where there is one.
-        A kernel for every number of tokens is all that holds copies: what it does not run (more tokens, vLLM's
-        profiling run) multiplies by the target's own weights."""
+        """The layers that draft, and one kernel for all of them where there is one. If it has every number of tokens it
+        alone holds copies; what it does not run (more tokens, vLLM's profiling run) multiplies by the target's own
+        weights."""
         settings, config, skipped = self.settings, self.vllm_config, self.settings.skipped
         decoder, count = place_of(target).decoder, len(drafting_layers(settings.layer, skipped))
         if DRAFT_WEIGHTS[settings.draft_weights].copies:
@@ -148,9 +147,8 @@ class DraftLoop(TargetDependentARSpeculator):
         target_input_buffers: vllm.InputBuffers,
         target_attn_groups: list[list[vllm.AttentionGroup]],
     ) -> None:
-        """Take over the KV cache, and build attention metadata for draft steps, whose shapes differ from the target's.
-        With the KV cache the model's context length is final: `max_model_len=auto` may have shortened it since this
-        speculator was created."""
+        """Take over the KV cache, and build attention metadata for draft steps. With the KV cache the model's context
+        length is final: `max_model_len=auto` may have shortened it since this speculator was created."""
         self.state.max_model_len = self.vllm_config.model_config.max_model_len
         self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
         self._find_groups()
@@ -259,9 +257,8 @@ class DraftLoop(TargetDependentARSpeculator):
 
     @property
     def _length_is_captured(self) -> bool:
-        """Whether a graph is for one draft length, so that each width of a verify pass needs one.
-        A loop that ends on the device reads the round's length there, and a graph of one step is replayed that
-        often."""
+        """Whether a graph is for one draft length, so that each width needs one: not if the loop ends on the device,
+        which reads the round's length, or a graph of one step is replayed that often."""
         several = len(widths(self.settings)) > 2  # more than k and 0
         return several and self._loop is None and self.supports_decode_metadata_update
 

@@ -226,9 +226,8 @@ def _undrafted(mask, local_positions, mapping, lengths, count, BLOCK: tl.constex
 
 
 def undrafted(local_positions: Tensor, mapping: Tensor, lengths: Tensor) -> Tensor:
-    """Which input tokens of a verify pass stand where nothing was drafted, bool [logits].
-    local_positions, mapping: [logits] place in its request's draft, and request. lengths: int32 [requests], tokens that
-    each request drafted."""
+    """Which input tokens of a verify pass stand where nothing was drafted, bool [logits]. local_positions, mapping:
+    [logits] place in its request's draft, and request. lengths: int32 [requests], tokens that each drafted."""
     count, block = local_positions.shape[0], 1024
     mask = torch.empty(count, dtype=torch.bool, device=local_positions.device)
     _undrafted[(triton.cdiv(count, block),)](mask, local_positions, mapping, lengths, count, BLOCK=block)

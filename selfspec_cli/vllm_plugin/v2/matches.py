@@ -189,8 +189,7 @@ def _judge(
 def take_over(
     row, request, step, token, matches, columns, inputs, lengths, counts, K: tl.constexpr, PLACES: tl.constexpr
 ):
-    """After a row's own token number `step`: whether its match, if it is still followed, is long enough now. Then the
-    rest is copied."""
+    """After a row's own token number `step`: whether its followed match is long enough now; then the rest is copied."""
     room, length = tl.load(matches.room + row), tl.load(matches.length + request)
     known, start = tl.load(matches.known + request), tl.load(matches.start + request)
     text, place = matches.text + request * columns, step.to(tl.int32)
@@ -222,7 +221,7 @@ def _certain(
 
 
 def look_up(state: DraftState, batch: vllm.InputBatch, verdict: Any) -> None:
-    """The longest match of each row's last tokens, into `state.matches.found`, which is 0 before. verdict:
+    """The longest match of each row's last tokens, into `state.matches.found`, 0 before. verdict:
     `round_setup.Verdict`."""
     longest = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()) + 1  # on the host already
     _look_up[(batch.num_reqs, triton.cdiv(longest, _BLOCK))](
@@ -231,8 +230,7 @@ def look_up(state: DraftState, batch: vllm.InputBatch, verdict: Any) -> None:
 
 
 def judge(state: DraftState, batch: vllm.InputBatch, verdict: Any) -> None:
-    """After `_look_up` and `round_setup._begin_round`: learn from the verify pass, and copy the drafts of rows whose
-    match is trusted."""
+    """After `_begin_round`: learn from the verify pass, and copy the drafts of rows whose match is trusted."""
     assert state.free is not None
     places = state.draft_tokens.shape[1]
     _judge[(batch.num_reqs,)](

@@ -74,9 +74,8 @@ def take_in(
     limits: Sequence[float],
     ends: Sequence[Ending],
 ) -> None:
-    """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own.
-    Under load most steps bring new requests, and the host launches this while others wait for their tokens. So all of
-    it is one copy and one kernel."""
+    """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own. One copy and one
+    kernel, because under load most steps bring new requests, and the host launches this while others wait."""
     lines = [
         (slot, end.length, end.stop, LARGEST if one.k is None else one.k, *struct.unpack("i", struct.pack("f", limit)))
         for slot, one, limit, end in zip(slots, own, limits, ends, strict=True)
@@ -105,8 +104,7 @@ def _by_table(
     ROWS: tl.constexpr,
     LIMITS: tl.constexpr,
 ):
-    """The lengths that the table, and that the request itself allows each row; stores what the row's gate compares
-    with."""
+    """The lengths that the table, and the request itself, allows each row; stores what the row's gate compares with."""
     allowed = tl.full((ROWS,), 0, tl.int32)
     for cell in range(number_of_cells):  # the last one that is reached is in force
         reached = (tl.load(budget.cells + 3 * cell) <= num_reqs) & (cached >= tl.load(budget.cells + 3 * cell + 1))
@@ -120,8 +118,7 @@ def _by_table(
 
 @triton.jit
 def _store_first_inputs(row, request, inside, drafts, token, cached, inputs, K: tl.constexpr, ROWS: tl.constexpr):
-    """The first draft step's inputs. A row that does not draft gets the request -1: no slot, no attention, no
-    sampling."""
+    """The first draft step's inputs. A row that does not draft gets the request -1: no slot, attention or sampling."""
     token, position = tl.where(drafts, token, 0), tl.where(drafts, cached, 0)
     tl.store(inputs.input_ids + row, token, mask=inside)
     tl.store(inputs.positions + row, position.to(tl.int64), mask=inside)

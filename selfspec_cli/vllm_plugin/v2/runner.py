@@ -61,9 +61,8 @@ def leave_out_drafting(original: Callable[..., Any], self: Any, *args: Any, **kw
 
 
 def _drafting_is_disabled(runner: Any, step: Any) -> bool:
-    """Whether a step (vLLM's ExecuteModelState) verifies no drafts and makes none, and the last one made none either.
-    The first step that makes none is the speculator's, which takes in what was accepted. Requests with a grammar wait
-    for drafts to check, and ranks of a pipeline for a message with drafts."""
+    """Whether a step (vLLM's ExecuteModelState) verifies no drafts and makes none, and the speculator took in the last
+    ones. Requests with a grammar wait for drafts to check, and ranks of a pipeline for a message with drafts."""
     return (
         getattr(runner.speculator, "drafting_disabled", False)  # vLLM's own have no such word
         and step.num_spec_tokens_to_schedule == 0

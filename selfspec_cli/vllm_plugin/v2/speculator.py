@@ -90,8 +90,8 @@ class EarlyExitSpeculator(DraftLoop):
             planner.chooses_width = on
 
     def _planners(self, key: str) -> list[WidthPlanner]:
-        """The width planners of this engine. Raises SettingsError, which names the setting `key`, if the scheduler runs
-        in another process."""
+        """This engine's width planners. Raises SettingsError, naming setting `key`, if the scheduler is in another
+        process."""
         started = settings_of(self.vllm_config)
         assert started is not None
         planners = planners_like(started)

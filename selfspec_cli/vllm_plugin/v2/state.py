@@ -45,9 +45,8 @@ class RoundInputs(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The scalars of a round, and the counters.
-    limit: most drafts a round; round_limit: the most of any row this round. active, going: rows in this step, and rows
-    that go on after it. counts: int64, see worth.py."""
+    """The scalars of a round, and the counters (int64; worth.py). limit: most drafts a round; round_limit: the most of
+    any row this round. active, going: rows in this step, and rows that go on after it."""
 
     step: Tensor
     limit: Tensor

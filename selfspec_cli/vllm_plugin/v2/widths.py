@@ -208,9 +208,9 @@ class WidthPlanner:
         self.rule.judged([new[f"{JUDGED}.{place}"] for place in places], [new[f"{STOOD}.{place}"] for place in places])
 
     def read(self, output: Any, now: float) -> None:
-        """The tokens of a step were read at `now`, in seconds; its verdicts are in.
-        From one step's tokens to the next one's, the device drafts and verifies once, if it had something to do all the
-        time: some request must have been there before. Steps after a much larger or smaller batch say nothing."""
+        """The tokens of a step were read at `now`, in seconds; its verdicts are in. Since the last step's tokens the
+        device drafted and verified once, if some request was there before. Steps after a much larger or smaller batch
+        say nothing."""
         assert self.rule is not None
         scheduled = output.num_scheduled_tokens
         load = len(scheduled)

@@ -28,7 +28,7 @@ from selfspec_cli.vllm_plugin.wrap import Function, around
 
 
 class Kernels(Protocol):
-    """The module that `DraftWeights.kernels` names. It is imported where the weights are on a CUDA device, only there.
+    """The module that `DraftWeights.kernels` names, imported only where the weights are on a CUDA device.
     COMPILE_SIZES: numbers of tokens for which a compiled trunk needs a graph of its own, because `linear` takes another
     path for them."""
 
@@ -44,8 +44,7 @@ class Kernels(Protocol):
         it calls must be registered as an operator of torch with a fake implementation."""
 
     def compile_for(self, tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Compile what `linear` launches for `tokens` tokens of `dtype`, from any thread; where that takes no time, or
-        happens elsewhere, do nothing."""
+        """Compile what `linear` launches for `tokens` tokens of `dtype`, from any thread, where that takes time."""
 
     def activation(self, module: nn.Module, name: str) -> nn.Module | None:
         """What stands in for a part of a layer that is an activation; None to leave it, and for all other parts."""
@@ -323,9 +322,8 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
 
 
 def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
-    """What vLLM's CPU build packed, [experts, out, in].
-    Packing moves values and changes none, in each expert alike. Where it moves them is seen by packing the numbers of
-    their places, a byte at a time, for bfloat16 holds no larger integers."""
+    """What vLLM's CPU build packed, [experts, out, in]. Where it moved values is seen by packing the numbers of their
+    places, a byte at a time, for bfloat16 holds no larger integers."""
     places = torch.arange(packed[0].numel()).view_as(packed[:1])
     source = torch.zeros_like(places)
     for shift in range(0, places.numel().bit_length(), 8):

@@ -180,9 +180,8 @@ def _rows(
     ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A program, which is one warp, multiplies a token by ROWS rows of TOTAL groups, GROUPS at a time.
-    REST: a power of two that is enough for what remains of a row. EARLY: the program is launched with the kernel in
-    front, and asks for its first weights before it waits for the token."""
+    """A program, which is one warp, multiplies a token by ROWS rows of TOTAL groups, GROUPS at a time. REST: a power of
+    two that is enough for what remains of a row. EARLY: launched with the kernel in front, whose token it waits for."""
     FULL: tl.constexpr = TOTAL // GROUPS
     first = tl.program_id(0) * ROWS
     group, last = tl.arange(0, GROUPS), FULL * GROUPS + tl.arange(0, REST)

@@ -70,9 +70,8 @@ MOST_TILES = 2**14  # of a result that several programs share
 
 @lru_cache
 def none_arrived(device: torch.device) -> Tensor:
-    """Zeros by which programs that share a tile of a result count who has arrived, one for each of `MOST_TILES`.
-    Each kernel leaves them as it finds them, and has waited for the one before it. Call it once before a CUDA graph is
-    captured."""
+    """Zeros by which programs that share a tile of a result count who has arrived, one for each of `MOST_TILES`; each
+    kernel leaves them at zero. Call it once before a CUDA graph is captured."""
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -246,9 +245,8 @@ def round_tokens(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def add_and_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The root-mean-square norm of x + residual, both [n, in], the sum itself, and the norm as `round_tokens` gives it.
-    weight: [in]. What is rounded has room for 32 tokens, and is not written for more, which are not multiplied as
-    bytes. Rounding to x's type is as vLLM's `fused_add_rms_norm` does it."""
+    """The root-mean-square norm of x + residual, both [n, in], as vLLM's `fused_add_rms_norm` rounds it, the sum
+    itself, and the norm as `round_tokens` gives it, written for up to 32 tokens. weight: [in]."""
     tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
     normed, left = torch.empty_like(x), torch.empty_like(x)
     rounded, factors = room_for(groups, MOST, x.device)
@@ -271,9 +269,8 @@ def add_and_norm(
 
 
 def activate(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(x[:, :in]) * x[:, in:] of x [n, 2 * in], and that as `round_tokens` gives it.
-    bits: 0 to round nothing. What is rounded has room for 32 tokens, and is not written for more, which are not
-    multiplied as bytes."""
+    """silu(x[:, :in]) * x[:, in:] of x [n, 2 * in], and that as `round_tokens` gives it, written for up to 32 tokens.
+    bits: 0 to round nothing."""
     tokens, groups = x.shape[0], x.shape[1] // 2 // GROUP_OF_COPIES
     activated = x.new_empty(tokens, x.shape[1] // 2)
     rounded, factors = room_for(groups, MOST, x.device)

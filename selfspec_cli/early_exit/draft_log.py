@@ -15,7 +15,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, Gate, features
-from selfspec_cli.early_exit.gates.distribution import Distribution
+from selfspec_cli.early_exit.gates.base import Distribution
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model
                   wrap.py: how each is written
 vllm_names.py     the names of vLLM that are imported
 releases/         the supported releases, how they differ, and which is installed; seams.toml is all that is used of
-                  vLLM, and admission.py looks for it in the source (source.py) of an untried release
+                  vLLM, and admission.py looks for it in the source of an untried release
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings;
                   target_facts.py: the target and this machine, for the choice of what drafts; described.py: the log
 refusals.py       what early exit cannot do, refused by name before an engine starts
@@ -25,8 +25,8 @@ weights/          what a draft step multiplies by. shared.py: the target's modul
                   rounds tokens for that
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
-                  lengths.py: how long each is drafted for; sampling.py: how it samples; processors.py: which requests
-                  draft nothing, such as those with min_p or a thinking budget
+                  lengths.py: how long each is drafted for; sampling.py: how it samples, and which requests draft
+                  nothing, such as those with min_p or a thinking budget
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
 fitting.py        takes hidden states off forward passes, solves and tests heads in the worker; looks at what linear
                   layers see, and makes copies for it

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from selfspec_cli.early_exit.gates import GATES, check_threshold
-from selfspec_cli.early_exit.gates.distribution import Distribution
+from selfspec_cli.early_exit.gates.base import Distribution
 
 
 class LiveGate:

@@ -132,8 +132,8 @@ CHANGES = {
     "requests in the device's memory",
     f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager._capture_descs": ""
     "v2/draft_loop.py, on a GPU: a graph for each draft length, where a loop cannot end on the device",
-    "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator.all_gather": "v2/ranks.py, on GPUs: "
-    "while a loop is captured its exchange must be a kernel",
+    "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator.all_gather": "v2/device_loop.py, on "
+    "GPUs: while a loop is captured its exchange must be a kernel",
     "vllm.v1.outputs:ModelRunnerOutput.early_exit_totals": "observe/transport.py: counts travel with a step",
     "vllm.v1.metrics.loggers:StatLoggerManager.stat_loggers": "observe/metrics.py: one logger more",
     "torch.nn:Module.load_weights": "weights/copied.py: new weights make copies of the old ones stale",

@@ -137,8 +137,7 @@ def _of_v2_runner() -> Methods:
 def _of_v1_runner() -> Methods:
     from selfspec_cli.vllm_plugin.observe.transport import attach
     from selfspec_cli.vllm_plugin.trunk import after_loading
-    from selfspec_cli.vllm_plugin.v1.processors import follow_budgets
-    from selfspec_cli.vllm_plugin.v1.sampling import keep_seeds_of_prompts
+    from selfspec_cli.vllm_plugin.v1.sampling import follow_budgets, keep_seeds_of_prompts
 
     return {
         "load_model": after_loading,

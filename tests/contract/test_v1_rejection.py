@@ -20,12 +20,15 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
-from selfspec_cli.vllm_plugin.v1.processors import Budgets, build_all, constrain_drafts, not_to_draft
 from selfspec_cli.vllm_plugin.v1.sampling import (
+    Budgets,
     _with_drafts_counted,
     bonus_token_after_drafts,
+    build_all,
     chosen_tokens_beside_others,
+    constrain_drafts,
     draw,
+    not_to_draft,
     without_drafts,
 )
 from selfspec_cli.vllm_plugin.worker import register_kernels_once

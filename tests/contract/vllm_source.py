@@ -23,9 +23,8 @@ import zipfile
 from pathlib import Path
 
 from selfspec_cli.vllm_plugin import releases
-from selfspec_cli.vllm_plugin.releases import source
-from selfspec_cli.vllm_plugin.releases.source import assigned_on_self as assigned_on_self
-from selfspec_cli.vllm_plugin.releases.source import top_level
+from selfspec_cli.vllm_plugin.releases import admission
+from selfspec_cli.vllm_plugin.releases.admission import assigned_on_self as assigned_on_self
 
 VARIABLE = "SELFSPEC_VLLM_SOURCES"
 
@@ -36,7 +35,7 @@ V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
-class Source(source.Source):
+class Source(admission.Source):
     """What only tests ask of a vLLM that is read as text."""
 
     def segment(self, target: str) -> str:
@@ -54,7 +53,7 @@ class Source(source.Source):
             if one in seen or not one.startswith("vllm") or self.file(one) is None:
                 continue
             seen.add(one)
-            for node in top_level(self.tree(one), type_checking=False):
+            for node in admission.top_level(self.tree(one), type_checking=False):
                 if isinstance(node, ast.Import):
                     waiting += [alias.name for alias in node.names]
                 elif isinstance(node, ast.ImportFrom):

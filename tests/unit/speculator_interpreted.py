@@ -498,12 +498,12 @@ def test_logits_that_the_kernel_does_not_take_at_once_are_gathered_in_pieces_of_
             return torch.cat([part, -part])
 
     part = torch.arange(1.0, 11.0).view(5, 2)
-    found = draft_loop.ranks.gathered(Communicator(), pytest.fail, part)
+    found = draft_loop.device_loop.gathered(Communicator(), pytest.fail, part)
     assert torch.equal(found, torch.cat([part, -part], dim=-1))
     assert sizes == [2, 1, 2]
     wide, asked = torch.ones(2, 8), []
-    draft_loop.ranks.gathered(Communicator(), lambda *words: asked.append(words), wide)  # not even one row
-    draft_loop.ranks.gathered(Communicator(), lambda *words: asked.append(words), part, 0)
+    draft_loop.device_loop.gathered(Communicator(), lambda *words: asked.append(words), wide)  # not even one row
+    draft_loop.device_loop.gathered(Communicator(), lambda *words: asked.append(words), part, 0)
     assert asked == [(wide, 1), (part, 0)]
 
 

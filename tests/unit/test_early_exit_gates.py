@@ -13,8 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features, features, require_device
-from selfspec_cli.early_exit.gates.base import Rule
-from selfspec_cli.early_exit.gates.distribution import Distribution
+from selfspec_cli.early_exit.gates.base import Distribution, Rule
 from selfspec_cli.early_exit.resolved import ResolvedSettings, warnings_for
 
 

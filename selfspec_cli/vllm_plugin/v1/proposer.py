@@ -33,9 +33,8 @@ from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.spec_config import set_strict, settings_of
 from selfspec_cli.vllm_plugin.trunk import DraftPositions, attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths, FreeDrafts, StepWorth
-from selfspec_cli.vllm_plugin.v1.processors import not_to_draft
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
-from selfspec_cli.vllm_plugin.v1.sampling import draw
+from selfspec_cli.vllm_plugin.v1.sampling import draw, not_to_draft
 from selfspec_cli.vllm_plugin.vllm_names import (
     CommonAttentionMetadata,
     DraftModelProposer,

@@ -13,8 +13,8 @@ state.py              the tensors that a round lives in, the gate in force, and 
 round_setup.py        one kernel: what the verify pass left becomes the first draft step's inputs, and how much each row
                       may draft: by the table of limits by load, by its request's wishes, and by its request's end.
 draft_loop.py         a draft step, the loop over steps, and its CUDA graph for each batch size. Launched once a round.
-device_loop.py        the WHILE node of that graph, which ends on the device when every gate is closed.
-ranks.py              what tensor-parallel ranks exchange inside that loop, and whether they can.
+device_loop.py        the WHILE node of that graph, which ends on the device when every gate is closed; and what
+                      tensor-parallel ranks exchange inside that loop, and whether they can.
 kernels.py            the end of a draft step: token, gate statistics, gate, next inputs, counters. Inside the graph.
 worth.py              the device function of all gates' statistics, whether another step is worth its time, counters.
 matches.py            free drafts: the longest match of a request's last tokens in its own history. Before the loop.

@@ -2,7 +2,7 @@
 CUDA graphs that they are captured into. When it runs and what it starts from is in speculator.py.
 
 Captured, the loop ends on the device (device_loop.py) as soon as every gate is closed, on all tensor-parallel ranks
-alike (ranks.py). Where that cannot be had, k steps are captured one after the other, and closed requests do no
+alike. Where that cannot be had, k steps are captured one after the other, and closed requests do no
 attention work in them; where an attention backend cannot update its metadata in place, each step is a graph of its own.
 Without graphs the host launches each step."""
 
@@ -29,7 +29,7 @@ from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep, fused_step
 from selfspec_cli.vllm_plugin.spec_config import set_strict, settings_of
 from selfspec_cli.vllm_plugin.trunk import DraftPositions, attention_names, first_layers, layer_maker
-from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
+from selfspec_cli.vllm_plugin.v2 import device_loop, step_times
 from selfspec_cli.vllm_plugin.v2.graphs import manager_of
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.state import DraftState, Free
@@ -187,7 +187,7 @@ class DraftLoop(TargetDependentARSpeculator):
             if self._loop is None or not self._several_ranks:
                 raise
             reason = f"the loop cannot be captured ({' '.join(str(error).split())[:160]})"
-        if self._loop is not None and self._several_ranks and (reason := ranks.agreed(reason)) is not None:
+        if self._loop is not None and self._several_ranks and (reason := device_loop.agreed(reason)) is not None:
             self._no_loop(reason)
             self.decode_cudagraph_manager.graphs.clear()
             self.decode_cudagraph_manager.pool = torch.cuda.graph_pool_handle()  # the other one may still be recording
@@ -274,11 +274,11 @@ class DraftLoop(TargetDependentARSpeculator):
             return
         reason = device_loop.unavailable()
         if self._several_ranks:
-            reason = ranks.agreed(reason)
+            reason = device_loop.agreed(reason)
         if reason is None:
             self._loop = device_loop.DeviceLoop(self.device)
             if self._several_ranks:
-                reason = ranks.reason_against_a_loop(self._loop, self.device)
+                reason = device_loop.reason_against_a_loop(self._loop, self.device)
         if reason is not None:
             self._no_loop(reason)
 
@@ -402,7 +402,7 @@ class DraftLoop(TargetDependentARSpeculator):
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens_padded),
         ):
             hidden = self._forward(num_tokens_padded)
-        with ranks.gathering_by_kernel() if self._loop is not None and self._several_ranks else nullcontext():
+        with device_loop.gathering_by_kernel() if self._loop is not None and self._several_ranks else nullcontext():
             logits = self.head.logits(hidden[:num_reqs])
         drawn = None if self.draft_logits is None else self._draw(self.head.to_full_logits(logits), num_reqs)
         self.end_step(self.state, logits, drawn)

@@ -68,10 +68,9 @@ def load_head(
     vocab_size: int | None = None,
     fingerprint: str | None = None,
 ) -> LoadedHead:
-    """Read a head from .safetensors or .pt, or the one for `layer` from a directory of heads, on the CPU.
-    layer, hidden, vocab_size, fingerprint: of the model at hand; each is checked if given, but a .pt file has no
-    fingerprint. Raises HeadError for a missing, truncated or foreign file, or a head of another model, layer or
-    shape."""
+    """Read a head from .safetensors or .pt, or the one for `layer` from a directory of heads, on the CPU. layer,
+    hidden, vocab_size, fingerprint: of the model at hand; each is checked if given, but a .pt file has no fingerprint.
+    Raises HeadError for a missing, truncated or foreign file, or a head of another model, layer or shape."""
     file = head_file(path, layer)
     if not file.is_file():
         raise HeadError(f"head {file} does not exist")

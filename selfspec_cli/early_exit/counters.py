@@ -89,8 +89,7 @@ class DraftCounters:
         self._taken: int | None = None  # steps of the round in hand
 
     def allowed(self, limit: int, requests: Sequence[tuple[int, str | None]]) -> None:
-        """A round begins in which each request may draft this many tokens, or none for a reason. limit: for all of
-        them."""
+        """A round begins in which each request may draft this many tokens, or none for a reason. limit: for all."""
         self.in_force = min(limit, max((k for k, _ in requests), default=limit))
         for _, reason in requests:
             if reason is not None:

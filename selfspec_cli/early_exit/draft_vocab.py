@@ -53,8 +53,7 @@ def read_ids(path: str | os.PathLike[str], vocab_size: int) -> Tensor:
 
 def ids_of(vocab: str, vocab_size: int) -> Tensor | None:
     """Token ids that a plain speculative_config's `vocab` names, int64 [V'] ascending; None for "full". A number V'
-    means the first V' ids, which byte pair encoding gives to about the most frequent tokens. Raises HeadError as
-    `read_ids`."""
+    means the first V' ids: with byte pair encoding about the most frequent. Raises HeadError as `read_ids`."""
     if vocab == "full":
         return None
     if not vocab.isdigit():

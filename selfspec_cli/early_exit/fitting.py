@@ -237,9 +237,8 @@ def fit_head(spec: HeadSpec, equations: NormalEquations, ridge: float = 0.0) -> 
 
 @torch.no_grad()
 def agreement(head: ExitHead, batches: Iterable[tuple[Tensor, Tensor]], lm_head: LmHead) -> float:
-    """Share of positions at which the head's argmax is the target, in [0, 1]; with the full model's argmax as target,
-    the teacher-forced acceptance of greedy drafts. batches: (x [n, hidden], target ids int64 [n]). Raises FitError for
-    no data."""
+    """Share of positions at which the head's argmax is the target, in [0, 1]; with the model's argmax as target, the
+    teacher-forced acceptance of greedy drafts. batches: (x [n, hidden], ids int64 [n]). Raises FitError for no data."""
     weight = next(head.parameters(), None)
     hits = seen = 0
     for x, target in batches:
@@ -316,9 +315,8 @@ def log_frequencies(counts: Tensor) -> Tensor:
 
 
 def fit_scale(head: ExitHead, counts: Tensor, batches: Iterable[tuple[Tensor, Tensor]]) -> HeadScale | None:
-    """Scale and prior of a head with rows of its own; None where no scale above 0 makes it better than a guess.
-    counts: how often each token was a target of the fit, [V]. batches: held-out (x [n, hidden], target ids int64 [n]).
-    Raises FitError for no data."""
+    """Scale and prior of a head with rows of its own; None where no scale above 0 makes it better than a guess. counts:
+    how often each token was a target of the fit, [V]. batches: as for `agreement`. Raises FitError for no data."""
     held_out = [part for x, target in batches for part in zip(x.split(PIECE), target.split(PIECE), strict=True)]
     if not sum(len(target) for _, target in held_out):
         raise FitError("no held-out positions to fit a scale on")

@@ -110,8 +110,7 @@ class Matches:
     copied: int = 0
 
     def verdict(self, text: Tensor, accepted: int) -> int:
-        """A verify pass is over, after which the request has `text` [n]; how many of the `accepted` drafts were
-        copied."""
+        """A verify pass is over, and the request has `text` [n]; how many of the `accepted` drafts were copied."""
         if self.length and len(text) > self.known:
             text = text[: self.known + self.tokens + 1]
             agreed = agreement(text, self.known, self.start)

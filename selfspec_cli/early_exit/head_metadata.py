@@ -108,9 +108,8 @@ def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
 
 
 def check_shapes(kind: HeadKind, shapes: Shapes, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes "hidden", "rows" and "rank" of a head's tensors, as far as they have them. sizes: already known ones.
-    Raises HeadError for names that are not those of a head of this kind, or sizes that contradict each other or the
-    known ones."""
+    """The sizes "hidden", "rows" and "rank" of a head's tensors, as far as they have them. sizes: known ones. Raises
+    HeadError for names that no head of this kind has, or sizes that contradict each other or the known ones."""
     possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
     expected_shapes = next((expected for expected in possible if expected.keys() == shapes.keys()), None)
     if expected_shapes is None:

@@ -106,8 +106,7 @@ def scatter_to_full(draft_logits: Tensor, vocab_ids: Tensor, vocab_size: int) ->
 
 
 def check_vocab_ids(vocab_ids: Tensor, vocab_size: int | None = None) -> Tensor:
-    """`vocab_ids` as int64 [V']. Raises HeadError unless it is one dimension of integers, strictly ascending, in [0,
-    V)."""
+    """`vocab_ids` as int64 [V']. Raises HeadError unless they are integers, strictly ascending, in [0, V)."""
     if vocab_ids.dim() != 1 or vocab_ids.dtype.is_floating_point or vocab_ids.dtype == torch.bool:
         raise HeadError(f"a draft vocabulary is a list of token ids, not {vocab_ids.dtype} {list(vocab_ids.shape)}")
     if len(vocab_ids) == 0:

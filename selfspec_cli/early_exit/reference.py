@@ -61,8 +61,7 @@ def propose(
     draft: Model, cache: Tensor, text: Sequence[int], k: int, gate: Gate, temperature: float, draw: Draw
 ) -> tuple[list[int], list[Tensor]]:
     """Draft up to k tokens after `text`; also the probabilities [V] that each was drawn from. Nothing is prefilled: the
-    draft is the model's first layers, so the cache holds their keys and values for every token of `text` but the
-    newest."""
+    cache holds the first layers' keys and values for every token of `text` but the newest."""
     guesses: list[int] = []
     drawn_from: list[Tensor] = []
     while len(guesses) < k:

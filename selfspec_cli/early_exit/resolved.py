@@ -80,8 +80,7 @@ class ResolvedSettings(DraftSettings):
 
     @property
     def free_requests(self) -> int:
-        """Running requests up to which a table does not limit free drafts: a verify pass has room for them; 0 without
-        these."""
+        """Running requests up to which a verify pass has room for free drafts, whatever a table says; or 0."""
         return PLACES_AT_HAND // (self.free_drafts + 1) if self.free_drafts else 0
 
     @property

@@ -43,8 +43,7 @@ def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def settings(old: Mapping[str, str]) -> dict[str, str]:
     """Today's settings from the old words of `in_arguments`; method=baseline alone where they mean off. A threshold
-    without a gate chooses its gate; one that the gate does not use is left out. Raises SettingsError for an unknown
-    gate or value."""
+    alone chooses its gate; one that the gate does not use is left out. Raises SettingsError for unknown values."""
     partial = old.get("forward_partial")
     layer = old.get("layer", partial)
     if layer is not None and layer.strip() == "0":

@@ -28,11 +28,10 @@ LAYERS_FORM = "layers counted from 0, and ranges of them, such as 10-15,20"
 
 @dataclass(frozen=True)
 class DraftView:
-    """Which part of the model drafts.
-    layer: E; None where the model's size is still to say. skipped: layers below E that do not draft. weights: of
-    DRAFT_WEIGHTS; weights_path: the file that copies are read from, None rounds them at the start. context: what a
-    draft step attends to. head: its fields that are not at their default, by name. vocab: full, a number of tokens, or
-    a file."""
+    """Which part of the model drafts. layer: E; None where the model's size is still to say. skipped: layers below E
+    that do not draft. weights: of DRAFT_WEIGHTS; weights_path: the file that copies are read from, None rounds them at
+    the start. context: what a draft step attends to. head: its fields that are not at their default, by name. vocab:
+    full, a number of tokens, or a file."""
 
     layer: int | None = None
     skipped: tuple[int, ...] = ()

@@ -33,8 +33,7 @@ def keep_on_cpu() -> None:
 
 
 def remember_plain_sizes(config: vllm.VllmConfig, choose: Callable[[Any], Any]) -> None:
-    """Keep with `config` the sizes of graphs that it would have without speculation. choose: vLLM's way to choose
-    them."""
+    """Keep with `config` the sizes of graphs of an engine without speculation. choose: vLLM's way to choose them."""
     plain = copy.copy(config)
     plain.speculative_config, plain.compilation_config = None, copy.copy(config.compilation_config)
     choose(plain)

@@ -52,8 +52,7 @@ class Place:
 
 def place_of(model: nn.Module) -> Place:
     """Where the layers are inside a causal LM or a multimodal wrapper around one. Raises SettingsError, naming the
-    architecture, where no forward loops over layers, or tokens of a step see later ones, so that a verify pass would be
-    wrong."""
+    architecture, where no forward loops over layers, or tokens of a step see later ones, which spoils verify passes."""
     inner = _inside(model)
     if any(type(part).__name__ == BOTH_WAYS for part in inner.modules()):
         raise SettingsError(

@@ -149,8 +149,7 @@ class TargetHead:
 
     @property
     def copied(self) -> tuple[CopiedWeight, Tensor | None] | None:
-        """The copy that makes the logits, on this tensor-parallel rank, and the bias that its product adds; None
-        without one."""
+        """The copy that makes the logits, on this tensor-parallel rank, and the bias that its product adds; or None."""
         return None if self._bound is None else self._bound.copied
 
     @property

@@ -224,8 +224,7 @@ def save_all(
 def _tested(
     head: ExitHead, collector: Collector, layer: int, model: nn.Module, vllm_config: vllm.VllmConfig
 ) -> dict[str, Any]:
-    """How often the head, in the dtype and by the path that serve it, drafts the full model's tokens on held-out
-    text."""
+    """How often the head, in the dtype and by the path that serve it, drafts the model's tokens on held-out text."""
     served = copy.deepcopy(head).to(embedding(model).device, collector.dtype)
     bound = TargetHead(served, model, collector.vocab_size, vllm_config)
 

@@ -24,8 +24,7 @@ Stage = Literal["config", "scheduler", "worker"]
 @dataclass(frozen=True)
 class Patch:
     """One replaced name. target: "module:attribute.path" in vLLM. replacement: "module:function" here; it gets the
-    original and returns what takes its place. docs/how_it_works.md says what vLLM would have to offer for a patch to
-    go."""
+    original and returns what takes its place. docs/how_it_works.md says what would make a patch unnecessary."""
 
     target: str
     replacement: str

@@ -58,8 +58,7 @@ def understand_layer_skip(
     target_model_config: vllm.ModelConfig,
     target_parallel_config: vllm.ParallelConfig,
 ) -> vllm.SpeculativeConfig | None:
-    """What `EngineArgs.create_speculative_config`, the original, makes of a request for early exit. `self` is not
-    changed."""
+    """What the original, `EngineArgs.create_speculative_config`, makes of a request for early exit; `self` stays."""
     set_strict(False)  # an engine before this one in the process may have been strict
     subclasses.name_in(self, target_parallel_config)
     spec = _spec_of(self)
@@ -160,9 +159,8 @@ def _refuse_keys(spec: Mapping[str, Any]) -> None:
 
 
 def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: vllm.ModelConfig) -> dict[str, Any]:
-    """vLLM's own keys, for a method that has no draft model: of one vLLM reads the config anew and guesses the method
-    from its name, so that MiMo and DeepSeek-V3 would become their own MTP heads. `_draft_is_target` makes the target
-    the draft."""
+    """vLLM's own keys, for a method that has no draft model: of one vLLM guesses the method from its config's name, so
+    that MiMo and DeepSeek-V3 would become their own MTP heads. `_draft_is_target` makes the target the draft."""
     # Lengths by load are ours to follow, also where they are written as vLLM writes them: it would capture its graphs
     # for the batch sizes of its list alone, and requests have lengths of their own.
     ours = {*USER_KEYS, VLLM_KEY} - {"method", "num_speculative_tokens"}

@@ -20,8 +20,7 @@ Methods = Mapping[str, Callable[[Any], Any]]
 
 
 def overriding(base: type, methods: Methods) -> type:
-    """A subclass of `base` with other `methods`, and of what vLLM has mixed into `base`, because vLLM looks for it
-    there."""
+    """A subclass of `base` with other `methods`, and of vLLM's mixins of `base`, which vLLM looks for there."""
     members = {name: make(getattr(base, name)) for name, make in methods.items()}
     return type(f"EarlyExit{base.__name__}", (base, *base.__bases__[1:]), {**members, "__module__": __name__})
 
@@ -41,8 +40,7 @@ USUAL_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.
 
 def name_in(args: vllm.EngineArgs, parallel: vllm.ParallelConfig) -> None:
     """Name our worker and scheduler in the arguments, from which vLLM makes the scheduler's configuration later on, and
-    in the configuration of an engine that will have early exit. Raises SettingsError for a device without early
-    exit."""
+    in the configuration of an engine with early exit. Raises SettingsError for a device without it."""
     chosen = args.scheduler_cls
     if chosen is None:
         args.scheduler_cls = f"{PLACE}.scheduler"  # whether it is asynchronous is not decided yet

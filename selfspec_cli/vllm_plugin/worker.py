@@ -31,9 +31,8 @@ def leave_worker_classes() -> None:
 
 
 def register_kernels_once() -> None:
-    """Let vLLM put its CPU kernels in place for the first engine of this process alone. It searches every loaded module
-    for what they replace, and fails on llvmlite, which its n-gram drafter loads: '_lib_fn_wrapper' object has no
-    attribute 'get'."""
+    """Let vLLM put its CPU kernels in place for the first engine of this process alone. It searches every loaded
+    module, and fails on llvmlite, which its n-gram drafter loads: '_lib_fn_wrapper' object has no attribute 'get'."""
     original = vllm.dispatcher.register_kernels
     if hasattr(original, "__wrapped__"):
         return

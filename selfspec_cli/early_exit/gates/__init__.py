@@ -41,9 +41,8 @@ def require_device(rule: Rule) -> None:
 
 
 def check_threshold(gate: str, value: object, key: str = "threshold") -> float | None:
-    """A threshold for `gate`, checked; None becomes the gate's default. Also for changes on a live engine.
-    Raises SettingsError for an unknown gate, a value that is no finite number, out of the gate's range, or given to a
-    gate that has no threshold."""
+    """A threshold for `gate`, checked, also on a live engine; None becomes the gate's default. Raises SettingsError for
+    an unknown gate, or a value that is no finite number, out of range, or of a gate without a threshold."""
     rule = GATES[gate if isinstance(gate, str) else str(gate)]
     if value is None:
         return rule.default

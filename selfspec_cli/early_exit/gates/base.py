@@ -35,8 +35,7 @@ DEVICE_NAMES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A gate in force: open while statistic `feature` is at_least, or at_most, `threshold`; always where feature is
-    None."""
+    """A gate in force: open while statistic `feature` is at_least, or at_most, `threshold`; always without feature."""
 
     feature: str | None
     direction: Direction

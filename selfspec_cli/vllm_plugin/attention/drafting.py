@@ -43,8 +43,7 @@ class OneQueryAttention(nn.Module):
 
 
 def on_one_query(vllm_config: vllm.VllmConfig, device: torch.device) -> Make | None:
-    """For `shared.replace_in_layers`: one kernel in place of an `Attention` that it can stand in for; None if it
-    cannot."""
+    """For `shared.replace_in_layers`: one kernel for an `Attention` that it can stand in for; else None."""
     on_cuda = device.type == "cuda" and torch.version.cuda is not None
     if not on_cuda or vllm_config.parallel_config.decode_context_parallel_size > 1:
         return None

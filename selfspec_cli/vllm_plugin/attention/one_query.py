@@ -320,8 +320,7 @@ def usual_settings(requests: int, heads: int, context: int, device: torch.device
 
 @lru_cache
 def has_room(device: torch.device) -> bool:
-    """Whether a program that takes 256 keys at a step has the shared memory: 132 KiB at 128 dimensions; some cards have
-    99."""
+    """Whether programs that take 256 keys a step have their 132 KiB of shared memory (dim 128); some cards have 99."""
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)

@@ -183,8 +183,7 @@ class FusedStep:
 
     @torch.inference_mode()
     def renew(self, copies: bool = True) -> None:
-        """Read the copies (but for fitted ones: False), norms and biases of now into the tensors that CUDA graphs
-        read."""
+        """Read copies (fitted ones: False), norms and biases anew, into the tensors that CUDA graphs read."""
         if copies:
             self.fill()
         for name, tensor in stacked(self._layers).items():

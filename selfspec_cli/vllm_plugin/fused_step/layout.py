@@ -107,8 +107,7 @@ def round_up(count: int, unit: int) -> int:
 
 def planned(shape: Shape, blocks: int, warps: int, evenly: float = 1.0) -> Plan:
     """Tiles for `blocks` blocks, so that each reads about as much of a layer. evenly: how much of what a block reads
-    for the rows of the residual counts where tiles of gate and up are given out; with 0 every block gets as many of
-    these."""
+    for the rows of the residual counts where tiles of gate and up are given out; with 0 every block gets as many."""
     tiles, groups = shape.tiles, shape.groups
     qkv, rows = _counts(tiles["qkv"], blocks), _counts(tiles["o"], blocks)[::-1]
     load = [

@@ -73,9 +73,8 @@ def start(device: torch.device) -> Any:
 
 
 def stop(profiler: Any, device: torch.device, path: str | None) -> list[dict[str, Any]]:
-    """End a recording and write its trace to `path` if there is one, in Chrome's format. The MOST slowest kernels of a
-    GPU, or operators of the CPU (each without those that it called): name, seconds, calls. Raises OSError if it cannot
-    be written."""
+    """End a recording and write its trace to `path`, if given, in Chrome's format. The MOST slowest kernels of a GPU,
+    or operators of the CPU (each without those that it called): name, seconds, calls. Raises OSError."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     profiler.stop()

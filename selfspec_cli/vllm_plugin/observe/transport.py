@@ -57,8 +57,7 @@ def flat(snapshot: Snapshot) -> Numbers:
 
 @around
 def attach(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Override of a model runner's `sample_tokens`, because Ray's executor leaves the worker's out: counts are in its
-    answer."""
+    """Override of a model runner's `sample_tokens` (Ray's executor leaves the worker's out): its answer has counts."""
     answer = original(self, *args, **kwargs)
     drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
     landed = getattr(getattr(drafter, "counters", None), "landed", None)

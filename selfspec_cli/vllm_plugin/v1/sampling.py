@@ -30,8 +30,7 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 def draw(logits: Tensor, temperature: Tensor, generators: Mapping[int, torch.Generator]) -> tuple[Tensor, Tensor]:
     """A draft token [n] from each row of `logits` [n, V] at its temperature [n], and the distributions [n, V].
-    generators: of rows whose requests have a seed, so that their drafts repeat; vLLM draws every draft from the
-    process's generator."""
+    generators: of rows whose requests have a seed, so that drafts repeat; vLLM draws drafts from the process's."""
     greedy = temperature < GREEDY
     probs = (logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)).softmax(-1, dtype=torch.float32)
     noise = torch.empty_like(probs).exponential_()
@@ -127,8 +126,7 @@ def _with_chosen_tokens(sampler: Any, chosen: Mapping[int, list[int]], rows: int
 @around
 def keep_seeds_of_prompts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Override of `GPUModelRunner.sample_tokens`: a request inside its prompt leaves its generator as it is. vLLM draws
-    a token for it, drops it and rewinds the generator, which ends the engine on a CPU: generators there have no
-    offset."""
+    a token, drops it and rewinds the generator, which ends an engine on a CPU: generators there have no offset."""
     if self.device.type != "cpu":
         return original(self, *args, **kwargs)
     generators = self.input_batch.generators
@@ -148,10 +146,9 @@ def bonus_token_after_drafts(
     sampling_metadata: vllm.SamplingMetadata,
     predict_bonus_token: bool,
 ) -> Tensor:
-    """Override of `Sampler.apply_logits_processors`: `min_tokens` counts the drafts before a bonus token.
-    vLLM forbids stop tokens for it wherever the round began before `min_tokens`. Where all drafts are accepted the
-    request is longer by then, so it may pass over a stop token that plain decoding would take. logits: [requests,
-    vocabulary]."""
+    """Override of `Sampler.apply_logits_processors`: `min_tokens` counts the drafts before a bonus token. vLLM forbids
+    stop tokens for it wherever the round began before `min_tokens`. Where all drafts are accepted the request is longer
+    by then, so it may pass over a stop token that plain decoding would take. logits: [requests, vocabulary]."""
     if predict_bonus_token:
         sampling_metadata = _with_drafts_counted(sampling_metadata)
     return original(self, logits, sampling_metadata, predict_bonus_token)

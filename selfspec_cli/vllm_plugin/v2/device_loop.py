@@ -161,9 +161,8 @@ def gathering_by_kernel() -> Iterator[None]:
 
 
 def gathered(communicator: Any, otherwise: Callable[..., Tensor], part: Tensor, dim: int = -1) -> Tensor:
-    """The parts of all ranks, joined along `dim`, as vLLM's communicator joins them; the kernel takes up to 2 MiB at
-    once, so more rows are gathered in pieces. otherwise: what gathers along the rows, or rows that the kernel does not
-    take."""
+    """The parts of all ranks, joined along `dim`, as vLLM's communicator joins them; more than the kernel's 2 MiB at
+    once are gathered in pieces. otherwise: what gathers along the rows, or rows that the kernel does not take."""
     dim %= part.dim()
     kernel = communicator.ca_comm
     if dim == 0 or kernel is None or not kernel.should_custom_all_gather(part[:1]):

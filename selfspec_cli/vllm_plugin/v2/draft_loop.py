@@ -111,8 +111,7 @@ class DraftLoop(TargetDependentARSpeculator):
 
     def _layers(self, target: nn.Module, fitted: FittedWeights | None) -> tuple[nn.Module, FusedStep | None]:
         """The layers that draft, and one kernel for all of them where there is one. If it has every number of tokens it
-        alone holds copies; what it does not run (more tokens, vLLM's profiling run) multiplies by the target's own
-        weights."""
+        alone holds copies; what it does not run (vLLM's profiling run, too) multiplies by the target's weights."""
         settings, config, skipped = self.settings, self.vllm_config, self.settings.skipped
         decoder, count = place_of(target).decoder, len(drafting_layers(settings.layer, skipped))
         if DRAFT_WEIGHTS[settings.draft_weights].copies:

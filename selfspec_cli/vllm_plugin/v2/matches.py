@@ -221,8 +221,7 @@ def _certain(
 
 
 def look_up(state: DraftState, batch: vllm.InputBatch, verdict: Any) -> None:
-    """The longest match of each row's last tokens, into `state.matches.found`, 0 before. verdict:
-    `round_setup.Verdict`."""
+    """The longest match of each row's last tokens, into `state.matches.found`, 0 before; by a `round_setup.Verdict`."""
     longest = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()) + 1  # on the host already
     _look_up[(batch.num_reqs, triton.cdiv(longest, _BLOCK))](
         state.matches, state.matches.text.stride(0), batch.idx_mapping, verdict, BLOCK=_BLOCK

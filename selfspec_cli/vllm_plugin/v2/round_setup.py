@@ -24,9 +24,8 @@ from selfspec_cli.vllm_plugin.v2.worth import ROUNDS, count_step, join, judge_co
 
 
 class Verdict(NamedTuple):
-    """What a verify pass left on the device. seq_lens: tokens in the KV cache, rejected drafts included; num_sampled:
-    tokens that each row gained; num_rejected: draft slots that gave none, int32 [rows]; last_sampled: the newest token,
-    [requests]."""
+    """What a verify pass left on the device, int32 [rows]. seq_lens: tokens in the KV cache, rejected drafts included;
+    num_sampled: tokens gained; num_rejected: draft slots that gave none; last_sampled [requests]: the newest token."""
 
     seq_lens: Tensor
     num_sampled: Tensor

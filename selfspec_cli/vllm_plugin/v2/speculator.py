@@ -90,8 +90,7 @@ class EarlyExitSpeculator(DraftLoop):
             planner.chooses_width = on
 
     def _planners(self, key: str) -> list[WidthPlanner]:
-        """This engine's width planners. Raises SettingsError, naming setting `key`, if the scheduler is in another
-        process."""
+        """This engine's width planners. Raises SettingsError, naming `key`, if the scheduler is in another process."""
         started = settings_of(self.vllm_config)
         assert started is not None
         planners = planners_like(started)
@@ -114,10 +113,9 @@ class EarlyExitSpeculator(DraftLoop):
         self._leaves_out = leaves_out
 
     def add_requests(self, slots: list[int], parameters: list[Any], prompts: list[int], verified: bool) -> None:
-        """Note new requests before their first step. The device does not need them before drafts are verified or a
-        round begins, so they are sent only then: a server with drafting disabled sends nothing.
-        slots: vLLM's; parameters: the SamplingParams of each, or None; prompts: lengths in tokens; verified: whether
-        the coming step verifies drafts."""
+        """Note new requests before their first step; they are sent to the device only before drafts are verified or a
+        round begins, so a server with drafting disabled sends nothing. slots: vLLM's; parameters: the SamplingParams of
+        each, or None; prompts: lengths in tokens; verified: whether the coming step verifies drafts."""
         self._new.update(zip(slots, zip(parameters, prompts, strict=True), strict=True))
         if verified:
             self._take_in()

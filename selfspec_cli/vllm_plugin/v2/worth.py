@@ -76,8 +76,7 @@ CONFIDENCE = tl.constexpr(FEATURES.index("maxp"))
 def _judge_confidence(
     worth, statistics, slots, matches, counts, num_sampled, K: tl.constexpr, PLACES: tl.constexpr, FREE: tl.constexpr
 ):
-    """One program a row: which of its last drafts stood, by position of all [2, K], and by confidence of the model's
-    own."""
+    """One program a row: which of its last drafts stood, by position of all [2, K], and by the model's confidence."""
     row = tl.program_id(0)
     request, sampled = tl.load(slots + row).to(tl.int64), tl.load(num_sampled + row)
     if (request >= 0) & (sampled > 0):

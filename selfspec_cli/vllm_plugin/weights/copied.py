@@ -56,10 +56,9 @@ class Kernels(Protocol):
         self, layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
     ) -> tuple[Any, Any, dict[str, Tensor]]:
         """vLLM's kernel for experts on copies (FusedMoEKernel), its FusedMoEQuantConfig, and the layer's parameters:
-        what the kernel reads as "w13_weight" and "w2_weight", and all else that it holds. Called only where
-        `DraftWeights.experts`.
-        layer: vLLM's RoutedExperts. w13, w2: copies of [experts, out, in], each tensor with the experts first.
-        activation: arguments of the FusedMoEQuantConfig."""
+        what the kernel reads as "w13_weight" and "w2_weight", and all else that it holds. Called where
+        `DraftWeights.experts` is true. layer: vLLM's RoutedExperts. w13, w2: copies of [experts, out, in], each tensor
+        with the experts first. activation: arguments of the FusedMoEQuantConfig."""
 
 
 def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:

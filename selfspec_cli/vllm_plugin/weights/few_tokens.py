@@ -251,9 +251,8 @@ def _some_rows(
     ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part to arrive adds them up. partial: float32
-    [PARTS, tokens, rows]. arrived: int32, left at 0. EARLY: launched with `_round_tokens`, whose tokens it waits
-    for."""
+    """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part adds them up. partial: float32 [PARTS,
+    tokens, rows]. arrived: int32, left at 0. EARLY: launched with `_round_tokens`, whose tokens it waits for."""
     ALONG: tl.constexpr = WARPS // ACROSS  # groups that the warps multiply together
     tile, part = tl.program_id(0), tl.program_id(1)
     first = part * groups_of_row // PARTS

@@ -129,8 +129,7 @@ def experts(
 
 def as_bytes(copies: Mapping[str, Tensor]) -> Tensor:
     """Copies of experts as vLLM's kernels read them, uint8: q + 128 in [experts, out, in] for 8 bits; for 4, q + 8 of
-    two columns in [experts, out, in / 2], the first in the low half. One expert at a time, because unpacked integers
-    take much memory."""
+    two columns in [experts, out, in / 2], the first in the low half. One expert at a time, to save memory."""
     bits, packed = _width_of_copy(copies), []
     for number in range(len(copies["scales"])):
         q = integers({name: tensor[number] for name, tensor in copies.items()}, bits).flatten(1)  # int32 [out, in]
@@ -334,9 +333,8 @@ def compiled_beside(
     trunk: nn.Module | None, logits: Copy | None, requests: int, device: torch.device, ranks: int
 ) -> Iterator[None]:
     """While the block runs, compile what draft steps of up to `requests` requests multiply by; at its end, wait for it.
-    A kernel that cannot be compiled is left to the step that launches it, and a warning says so.
-    trunk: None where one kernel takes the place of the layers' products. logits: what makes them (`TargetHead.copied`).
-    ranks: that share the processors of this host."""
+    A kernel that cannot be compiled is left to the step that launches it, with a warning. trunk: None where one kernel
+    takes the place of the layers' products. logits: what makes them (`TargetHead.copied`). ranks: of this host."""
     if device.type != "cuda":
         yield
         return

@@ -224,11 +224,10 @@ def _added(some, others, ROWS: tl.constexpr):
 
 
 def usual_settings(rows: int, groups: int, bits: int) -> tuple[int, int]:
-    """Rows of a program, and groups of a step of it, for a copy [rows, groups * 64].
-    Four rows share a token's bytes, and 32 groups are all of a row of 2,048. One row where four were slower on an H100,
-    because they left too few programs to keep the memory busy (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits
-    those that were 5 % faster on an H200 (gpu/tune_kernels_h200.json): large matrices of short rows, and few long
-    rows."""
+    """Rows of a program, and groups of a step of it, for a copy [rows, groups * 64]. Four rows share a token's bytes,
+    and 32 groups are all of a row of 2,048. One row where four were slower on an H100, because they left too few
+    programs to keep the memory busy (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits those that were 5 % faster on
+    an H200 (gpu/tune_kernels_h200.json): large matrices of short rows, and few long rows."""
     if bits == 8:
         return (4 if rows >= 4096 else 1), 32
     if groups < 32 and rows >= 2**14:
@@ -255,10 +254,9 @@ def product(
     asm: bool = True,
     only_compile: bool = False,
 ) -> Tensor:
-    """One token of `in` inputs times a copy [out, in], plus bias [out] -> [1, out] in dtype.
-    rounded, factors: the token as `rounding.round_tokens` gives it. rows_at_once: rows of a program; at_once: groups of
-    a step of it; None: as usual. asm: False where there is no PTX (Triton's interpreter). only_compile: launch
-    nothing."""
+    """One token of `in` inputs times a copy [out, in], plus bias [out] -> [1, out] in dtype. rounded, factors: the
+    token as `rounding.round_tokens` gives it. rows_at_once: rows of a program; at_once: groups of a step of it; None:
+    as usual. asm: False where there is no PTX (Triton's interpreter). only_compile: launch nothing."""
     early = launches_early(words.device)
     rows, groups = scales.shape
     bits = width_of(words, groups * GROUP_OF_COPIES)

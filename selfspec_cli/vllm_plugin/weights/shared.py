@@ -49,8 +49,7 @@ def replace_in_layers(
 
 def with_replaced(module: nn.Module, make: Make, name: str = "") -> nn.Module:
     """`module` with every part replaced for which `make` has a replacement; `module` itself if there is none. What
-    holds a replaced part is copied shallowly, all else is shared; so is a part for which `make` returns the part
-    itself."""
+    holds a replaced part is copied shallowly, all else is shared; so is a part that `make` returns itself."""
     made = make(module, name)
     if made is not None:
         return made
@@ -117,8 +116,7 @@ class SharedLinear:
 
 
 def multiplies_with_pytorch(vllm_config: vllm.VllmConfig) -> bool:
-    """Whether an engine's linear layers multiply with PyTorch's linear: on CUDA, unless `linear_backend` asks for
-    another."""
+    """Whether an engine's linear layers use PyTorch's linear: on CUDA, unless `linear_backend` asks for another."""
     return vllm.dispatch_unquantized_gemm(vllm_config.kernel_config.linear_backend) is vllm.default_unquantized_gemm
 
 

@@ -181,8 +181,7 @@ def built(
     warps: int | None = None,
 ) -> Build:
     """The build for steps of up to `tokens` tokens (one of WIDTHS) on `blocks` multiprocessors. warps: one of WARPS;
-    None: with which the slowest warp should take least time. Raises ValueError if a block's tiles or the rings have no
-    room."""
+    None: with which the slowest warp is fastest. Raises ValueError if a block's tiles or the rings have no room."""
     plans: list[tuple[float, Build]] = []
     reason = ValueError()
     parts = _parts_of_down(shape, blocks)

@@ -31,5 +31,4 @@
     draft_log.py      every statistic and verdict of real drafts; replay.py: what a gate would have made of them
     cost_model.py     what a round costs: counted in bytes, or fitted to timed arms
 
-Nothing is imported here, so that `settings` stays importable without paying for torch.
-"""
+Nothing is imported here, so that `settings` stays importable without paying for torch."""

@@ -5,8 +5,7 @@ A round drafts k tokens one after the other and then verifies them in one pass o
     round(k) = verify + start + k * (draft + verify_token)
 
 `Costs` come from memory traffic, before anything is timed (`Costs.from_bytes`), or from timed arms of one exit
-(`fit_costs`).
-"""
+(`fit_costs`)."""
 
 from __future__ import annotations
 

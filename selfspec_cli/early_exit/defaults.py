@@ -1,7 +1,6 @@
 """What drafts where a user names nothing: chosen from the checkpoint and the memory that it leaves. No torch.
 
-`{"method": "selfspec"}` is complete. Whatever a speculative_config names is kept, and the rest is chosen.
-"""
+`{"method": "selfspec"}` is complete. Whatever a speculative_config names is kept, and the rest is chosen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

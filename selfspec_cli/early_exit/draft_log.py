@@ -1,8 +1,7 @@
 """The record of real drafting: for each drafted token every gate statistic, and whether the verifier took it.
 
 A recorder is called after each draft step and each verification. What a gate would have done is then a question to the
-log (`replay.py`), not to the machine.
-"""
+log (`replay.py`), not to the machine."""
 
 from __future__ import annotations
 

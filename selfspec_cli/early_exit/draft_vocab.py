@@ -1,8 +1,7 @@
 """Draft vocabularies: which V' tokens a draft may be. Counted from text, or read from a list.
 
 A vocabulary has a tag, which is part of the name of every head over it: v4096 for the 4,096 most frequent tokens,
-v4096-1f2e3d4c for a list of 4,096 (its digest tells two lists apart).
-"""
+v4096-1f2e3d4c for a list of 4,096 (its digest tells two lists apart)."""
 
 import hashlib
 import json

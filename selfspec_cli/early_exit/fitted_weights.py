@@ -1,8 +1,7 @@
 """Copies of a model's weights that are made from data: rounded by GPTQ, and on disk, as `selfspec fit-weights` writes.
 
 One safetensors file: for each linear layer NAME (as vLLM calls it below the decoder, such as layers.3.mlp.down_proj, or
-lm_head) the tensors of its copy, "NAME.copy.TENSOR". The metadata name the kind of copies and the model.
-"""
+lm_head) the tensors of its copy, "NAME.copy.TENSOR". The metadata name the kind of copies and the model."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ X^T X, C = centred Y^T X and lambda = ridge * mean(diag S) (Hoerl and Kennard, 1
     weight = C (S + lambda I)^-1        bias = mean(y) - weight mean(x)
 
 A head "lsq" is fitted to one-hot tokens, which are added by index. A "translator" is fitted to z - x, so that the ridge
-shrinks it toward the lens.
-"""
+shrinks it toward the lens."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -117,8 +116,7 @@ class NormalEquations:
 
         Reduced-rank regression (Izenman, 1975): the best rank-r weight projects the full solution W on the leading r
         eigenvectors U of W (S + lambda I) W^T [outputs, outputs]; up = U, down = U^T W. Raises FitError as `solve`, and
-        for a rank outside 1..min(hidden, outputs).
-        """
+        for a rank outside 1..min(hidden, outputs)."""
         most = min(self.hidden, self.outputs)
         if not 1 <= rank <= most:
             raise FitError(f"rank {rank} is out of range; allowed: 1 to {most}")

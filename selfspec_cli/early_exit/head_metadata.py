@@ -1,8 +1,7 @@
 """What is known of an exit head without reading its tensors: the metadata of its file, checked. Free of torch.
 
 The header of a safetensors file names each tensor with its shape, and holds flat string metadata: "format",
-"format_version" and one JSON value per field of `HeadMetadata`.
-"""
+"format_version" and one JSON value per field of `HeadMetadata`."""
 
 import json
 import os
@@ -33,8 +32,7 @@ class HeadMetadata:
     kind: a name of HEADS. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank translator. bias:
     fitted with one. draft_vocab: tag of its draft vocabulary (`draft_vocab.tag_of`), None for the full one.
     fingerprint: of the model (`model_fingerprint`). target: what it was fitted to. corpus, pairs, ridge: the data, how
-    many (x, target) pairs, the relative ridge. fit: fit statistics. versions: of torch, vllm and so on.
-    """
+    many (x, target) pairs, the relative ridge. fit: fit statistics. versions: of torch, vllm and so on."""
 
     kind: str
     layer: int

@@ -1,8 +1,7 @@
 """An exit head that runs: its kind, its tensors and an optional draft vocabulary as a module of PyTorch.
 
 A draft vocabulary is `vocab_ids`, int64 [V'] ascending: draft id i is token vocab_ids[i].
-Heads hold fp32 weights as fitted; call `head.to(device, dtype)` before use, so that weights and x agree.
-"""
+Heads hold fp32 weights as fitted; call `head.to(device, dtype)` before use, so that weights and x agree."""
 
 from __future__ import annotations
 

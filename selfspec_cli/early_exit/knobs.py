@@ -1,8 +1,7 @@
 """What a setting is, declared with its dataclass field: help, unit, range, choices, keys. Free of torch.
 
 A schema is any dataclass whose fields are made by `knob`, or are such dataclasses themselves; other fields are no
-settings. Validation, `--help`, `selfspec options` and docs/reference.md read it.
-"""
+settings. Validation, `--help`, `selfspec options` and docs/reference.md read it."""
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping

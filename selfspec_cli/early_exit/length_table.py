@@ -2,8 +2,7 @@
 
 As users write it: "33:3 129:0 129@8192:2" drafts at most the engine's k tokens up to 32 running requests, 3 from 33 on,
 and none from 129 on, but 2 for a request of 8192 tokens of context or more. vLLM's own
-`num_speculative_tokens_per_batch_size` is read too.
-"""
+`num_speculative_tokens_per_batch_size` is read too."""
 
 from __future__ import annotations
 

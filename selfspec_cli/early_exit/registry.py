@@ -1,7 +1,6 @@
 """Objects by name: those of this package's modules, and those that installed packages offer as entry points.
 
-Free of torch, because settings are checked against these names wherever a user types them.
-"""
+Free of torch, because settings are checked against these names wherever a user types them."""
 
 import importlib
 import pkgutil

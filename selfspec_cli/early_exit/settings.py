@@ -1,7 +1,6 @@
 """What a user may ask of early-exit drafting: the one definition of every draft setting. Free of torch.
 
-The command line's config inherits `DraftSettings`; `resolved.py` reads a speculative_config.
-"""
+The command line's config inherits `DraftSettings`; `resolved.py` reads a speculative_config."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,6 @@
 """The words of the first sprint's documents (LAYERSKIP, EE_GATE, --ee_weight, ...) as the settings of today.
 
-Nothing reads the old words; whoever meets one answers with the line to type. Free of torch, vLLM and Typer.
-"""
+Nothing reads the old words; whoever meets one answers with the line to type. Free of torch, vLLM and Typer."""
 
 import re
 import shlex

@@ -35,8 +35,7 @@ observe/          profiler.py names what a profiler shows, starts one, and says 
                   what drafting counted, transport.py takes it there
 planted/          faults that `selfspec verify` plants in each of its runs, to show that it finds them: worker.py is
                   that engine's worker, v1.py and v2.py the faults on each runner; wrap.py puts them in and out
-worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
-"""
+worker.py         calls from the driver into live workers: thresholds, counters, collection, memory"""
 
 
 def register() -> None:

@@ -2,8 +2,7 @@
 
 Nothing is known by an architecture's name: the decoder is the module whose forward loops over a list of layers that it
 holds. In vLLM's own models that loop ends at `end_layer` (pipeline parallelism needs it); in a model of Hugging Face's,
-which vLLM runs through its Transformers backend, it ends where the list ends.
-"""
+which vLLM runs through its Transformers backend, it ends where the list ends."""
 
 import ast
 import inspect

@@ -1,7 +1,6 @@
 """What vLLM's log says of early exit, which to vLLM is a `draft_model`.
 
-Only an engine that was asked for early exit gets here.
-"""
+Only an engine that was asked for early exit gets here."""
 
 import hashlib
 import json

@@ -2,8 +2,7 @@
 act in every engine.
 
 This module runs in engines that do not use early exit. What else it needs of this package is imported when early exit
-is asked for, and whatever goes wrong in it leaves a plain engine as it was shipped.
-"""
+is asked for, and whatever goes wrong in it leaves a plain engine as it was shipped."""
 
 import copy
 import functools

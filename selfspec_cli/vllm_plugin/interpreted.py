@@ -2,8 +2,7 @@
 
 vLLM's CPU build has a V2 runner and takes it where Triton has a backend called "cpu". Triton has none of its own, but
 its interpreter needs none: a stand-in that says it is active is enough. With a real backend for CPUs installed
-(triton-cpu), kernels are compiled, and nothing here is needed.
-"""
+(triton-cpu), kernels are compiled, and nothing here is needed."""
 
 import os
 import sys
@@ -46,8 +45,7 @@ def behave_like_a_device() -> None:
     - There is no place of the largest element among NaN alone: rows that do no work have length 0, and attention over
       nothing is NaN on a CPU. NumPy's warnings of such numbers go too.
     - `tl.range` counts in Python's integers, which kernels cannot cast.
-    - Functions of libdevice return nothing; log1p is the one that vLLM's sampling calls.
-    """
+    - Functions of libdevice return nothing; log1p is the one that vLLM's sampling calls."""
     import numpy as np
     from triton import language
     from triton.language.extra import libdevice

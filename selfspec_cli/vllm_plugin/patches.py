@@ -4,8 +4,7 @@ with its reason; and how names are replaced. What can be a subclass is one (subc
 Patches of the stage "config" act in every process (hooks.py); those of the stages "scheduler" and "worker" are applied
 when an engine starts whose configuration carries our settings, so a vLLM that does not use them runs as it was shipped.
 A patch replaces a name that is there: a target that cannot be found is an error, never an addition. Applying twice
-changes nothing, and a stage is applied as a whole or not at all.
-"""
+changes nothing, and a stage is applied as a whole or not at all."""
 
 import importlib
 import logging

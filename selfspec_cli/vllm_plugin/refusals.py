@@ -1,7 +1,6 @@
 """What early exit cannot do is refused by name before an engine starts, with what to do instead.
 
-Each function raises SettingsError. docs/limits.md has a row for every one (tests/contract/test_compatibility.py).
-"""
+Each function raises SettingsError. docs/limits.md has a row for every one (tests/contract/test_compatibility.py)."""
 
 from __future__ import annotations
 

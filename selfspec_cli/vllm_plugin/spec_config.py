@@ -5,8 +5,7 @@ the rejection sampler and the counters. Our own settings must reach the workers 
 
 - Method `layer_skip` compiles the same target whatever E, k and the gate are, so its settings are an attribute of the
   SpeculativeConfig object, which is pickled with it, and which compile_cache.py leaves out where vLLM compiles.
-- Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is in every key.
-"""
+- Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is in every key."""
 
 from __future__ import annotations
 

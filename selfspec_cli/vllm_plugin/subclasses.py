@@ -2,8 +2,7 @@
 
 Worker and scheduler are named in the engine's configuration by vLLM's own options `worker_cls` and `scheduler_cls`, and
 each process finds them by name in this module. For a model runner vLLM has no such option: `adopt` gives the one that
-a worker has made its class. A class of the user's own is subclassed as vLLM's are.
-"""
+a worker has made its class. A class of the user's own is subclassed as vLLM's are."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ target's. Inside it the decoder (decoder.py says where) has a list of layers of 
 out, and its loop ends after those that draft. Attention layers find their KV cache by name, so the view shares that
 too, and a layer that is left out has its keys and values written by the next verify pass, as every layer has. On CUDA
 the view's linear layers multiply by their weights in a way of their own (weights/shared.py), and its attention is one
-kernel (attention/).
-"""
+kernel (attention/)."""
 
 from __future__ import annotations
 

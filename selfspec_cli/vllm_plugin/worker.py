@@ -2,8 +2,7 @@
 
 `EarlyExitWorker` is mixed into vLLM's worker class (`worker_extension_cls`), so each method can be called by name:
 `llm.collective_rpc("early_exit_set_gate", args=("maxp", 0.4))`, also through a server. Plain values in, plain values
-out: they cross process borders.
-"""
+out: they cross process borders."""
 
 import functools
 import pkgutil

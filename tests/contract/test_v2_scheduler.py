@@ -1,8 +1,7 @@
 """vLLM's own scheduler with our plan of widths, and a model runner of arithmetic whose answers come a step late.
 
 What only the V2 runner does is here without a GPU: places are planned before drafts exist, the batch changes between
-the two, requests are preempted, and the widths of successive steps differ.
-"""
+the two, requests are preempted, and the widths of successive steps differ."""
 
 import ast
 import inspect

@@ -1,8 +1,7 @@
 """Everything that the plugin uses of vLLM is there in each known release, read from its source without importing it.
 
 A release that is neither installed nor unpacked is skipped; `python tests/contract/vllm_source.py RELEASE` unpacks it.
-What cannot be seen this way: whether compiled operators behave, and whether anything runs.
-"""
+What cannot be seen this way: whether compiled operators behave, and whether anything runs."""
 
 import ast
 import importlib.util

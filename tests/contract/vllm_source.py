@@ -9,8 +9,7 @@ there is no package index, what needs the files is skipped.
 
 --runnable makes a folder of one release that runs on a CPU, and prints its path, which belongs first on PYTHONPATH:
 these files with the compiled extension of the vLLM that is installed. A release without a build for CPUs runs the tests
-of the V2 model runner this way (`make v2-on RELEASE=0.33.0`), if it calls the operators as the installed one does.
-"""
+of the V2 model runner this way (`make v2-on RELEASE=0.33.0`), if it calls the operators as the installed one does."""
 
 import ast
 import importlib.util

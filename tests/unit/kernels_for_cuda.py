@@ -1,7 +1,6 @@
 """Compiles kernels for an H100, which needs none, and looks at their PTX: run by test_v2_kernels.py.
 
-Names of functions below are the arguments.
-"""
+Names of functions below are the arguments."""
 
 import contextlib
 import logging

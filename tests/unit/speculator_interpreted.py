@@ -1,7 +1,6 @@
 """The V2 speculator on the CPU, its own kernels in Triton's interpreter; vLLM's graphs are stood in for.
 
-Run by test_v2_kernels.py in a process of its own.
-"""
+Run by test_v2_kernels.py in a process of its own."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -2,8 +2,7 @@
 
 A word of 32 bits holds one weight of each of the eight equal parts of a group, so that a token's values load as
 contiguous parts: byte b of a word has part b in its low four bits and part b + 4 in its high ones. With 8 bits a
-group has two runs of words, of parts 0 to 3 and of parts 4 to 7.
-"""
+group has two runs of words, of parts 0 to 3 and of parts 4 to 7."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A gate compares one statistic of the draft distribution with a threshold. It never changes the output, only the cost:
 the full model verifies whatever was drafted. Other packages add gates by entry points of the group `selfspec.gates`.
 
-Importing this package, and reading its gates, does not import torch.
-"""
+Importing this package, and reading its gates, does not import torch."""
 
 import math
 from contextlib import suppress

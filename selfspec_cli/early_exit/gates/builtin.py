@@ -13,8 +13,7 @@ survival  the product of the largest probabilities so far, in [0, 1]: confidence
 varH      varentropy: the variance of -log p under p, sum_i p_i (log p_i + H)^2 in squared nats, in
           [0, log(V - 1)^2 / 4 + 1]. It is 0 for a one-hot and for a uniform distribution alike, which is why it says
           little about confidence alone. Kontoyiannis and Verdu, "Optimal lossless data compression", 2014, name the
-          quantity; the bound is of Reeb and Wolf, arXiv:1304.0036.
-"""
+          quantity; the bound is of Reeb and Wolf, arXiv:1304.0036."""
 
 import math
 

@@ -10,8 +10,7 @@ A short name is a kind, followed by what is special about the head, as far as th
 lens                  the model's own lm_head
 lsq, lsq_argmax       another target than the kind's first
 translator_r15        of rank 15
-..._bias              fitted with a constant term
-"""
+..._bias              fitted with a constant term"""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ vocabulary size and V' the size of a draft vocabulary (V' = V without one). A he
 
     logits = projection(transform(x))
 
-where the projection is the model's own lm_head, or rows that the head brings along.
-"""
+where the projection is the model's own lm_head, or rows that the head brings along."""
 
 from __future__ import annotations
 

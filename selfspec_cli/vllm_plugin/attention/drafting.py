@@ -1,8 +1,7 @@
 """The draft's attention in one kernel (one_query.py), where a layer of vLLM's attends to the whole context.
 
 A layer's keys, values and KV cache stay vLLM's, found by the layer's name. Only drafts are computed so: the verify pass
-runs vLLM's kernels, so another way to round a sum can change a draft and no output.
-"""
+runs vLLM's kernels, so another way to round a sum can change a draft and no output."""
 
 from __future__ import annotations
 

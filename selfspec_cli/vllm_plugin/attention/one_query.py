@@ -177,8 +177,7 @@ def _attend(
 
     scale: of the scores, times log2(e). SHARED: query heads that share a key, of ROWS rows of a product. PAGE: tokens
     of a block of the cache. partial: float32 [requests, heads, SPLITS, ROWS, DIM]. found: float32 [requests, heads,
-    SPLITS, 2, ROWS], the largest score and the sum of all shares. arrived: int32 [requests, heads], left at 0.
-    """
+    SPLITS, 2, ROWS], the largest score and the sum of all shares. arrived: int32 [requests, heads], left at 0."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -260,8 +259,7 @@ def attend(
     tokens of a block, 2 * dim]: each token's key, then its value (`fits`). table int32 [n or more, blocks a request].
     seq_lens int32 [n or more]: tokens of each request, with the new one; 0 for a closed request, whose result is 0.
     slots int64 [n or more]: where the new token belongs, counted in tokens; -1: nowhere. scale: of the scores. at_once:
-    keys of a step; None for what is usual.
-    """
+    keys of a step; None for what is usual."""
     early = launches_early(query.device)
     n, query_heads, dim = query.shape
     heads, page = cache.shape[1], cache.shape[2]

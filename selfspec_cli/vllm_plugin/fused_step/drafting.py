@@ -2,8 +2,7 @@
 
 There are two such kernels, for up to MOST tokens and, in engines for more requests, for up to MOST_WIDE. The engine's
 graphs are for one number of tokens each, so the choice between them and the kernels for single products falls when a
-graph records a step. Only drafts are computed so: the verify pass decides, on kernels of vLLM's.
-"""
+graph records a step. Only drafts are computed so: the verify pass decides, on kernels of vLLM's."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 between two moments, from NVML's own counters: two reads, and no thread that samples.
 
 vLLM has a profiler too (`ProfilerConfig`, `LLM.start_profile`). It has to be asked for before the engine starts,
-prints a table of every event when it stops, and only logs what goes wrong.
-"""
+prints a table of every event when it stops, and only logs what goes wrong."""
 
 import functools
 import time

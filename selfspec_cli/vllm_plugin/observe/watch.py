@@ -1,7 +1,6 @@
 """Counts what must not happen while a model drafts (`early_exit/counters.py`), on a live engine.
 
-What watching costs must be in no timing, so a run that is timed is not watched. Outputs stay what they are.
-"""
+What watching costs must be in no timing, so a run that is timed is not watched. Outputs stay what they are."""
 
 import threading
 import warnings

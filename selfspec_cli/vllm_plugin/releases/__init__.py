@@ -3,8 +3,7 @@
 Beside a release that is not listed here the plugin does nothing (see `selfspec_cli.vllm_plugin.register`) until early
 exit is asked for. Then the release's source is compared with all that the plugin uses (seams.toml, admission.py). One
 that has all of it is treated like the listed one that it agrees with, after a warning; another one is refused with the
-names that moved: what has moved decides, not the number.
-"""
+names that moved: what has moved decides, not the number."""
 
 import importlib.metadata
 import os

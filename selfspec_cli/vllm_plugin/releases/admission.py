@@ -1,8 +1,7 @@
 """Whether a release of vLLM that nobody has tried has what the plugin uses: names, parameters, fields.
 
 Its source is read, not imported. A release that has all of it is treated like the supported one that it agrees with.
-Names that are replaced are in patches.py, all else in seams.toml.
-"""
+Names that are replaced are in patches.py, all else in seams.toml."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ tokens at the same positions through all layers and overwrites them. So drafting
 draft leaves nothing behind that is ever read.
 
 Proposals are ragged lists, one a request, the way vLLM's n-gram proposer returns them: a request whose gate closed
-after two steps is verified with two draft tokens, not with k.
-"""
+after two steps is verified with two draft tokens, not with k."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The requests of one round of drafting on vLLM's V1 model runner, and where in the KV cache its steps write.
 
 The slots and sequence lengths of every step are known when a round begins. They are computed at once and a step takes
-its row, because on one request a step's arithmetic costs what starting its operations costs.
-"""
+its row, because on one request a step's arithmetic costs what starting its operations costs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 round_setup.py.
 
 Nothing here reads anything back to the host. One pass over the logits gives each row's best token and every gate
-statistic; one program a row then decides, stores the token and prepares the next step, or closes the row.
-"""
+statistic; one program a row then decides, stores the token and prepares the next step, or closes the row."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -1,8 +1,7 @@
 """Everything that the V2 draft loop keeps on the device, in groups that kernels take: named tuples, which Triton passes
 field by field. And the gate that can change there without a recapture, and the record of drafts.
 
-A row is a place in the batch; a request is vLLM's slot for one.
-"""
+A row is a place in the batch; a request is vLLM's slot for one."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class Matches(NamedTuple):
     text: int32 [requests, tokens], vLLM's own record of each request's tokens. found: int64 [rows], of the look-up: the
     length of the match in the high half and its place in the low one, 0 for none.
     Requests: rates (float32 [requests, LONGEST]), own (float32), and as int32 length, start, known, trusted, drafted
-    and copied. room: int32 [rows], most tokens of the draft of each; 0 where the match is not followed (any more).
-    """
+    and copied. room: int32 [rows], most tokens of the draft of each; 0 where the match is not followed (any more)."""
 
     text: Tensor
     found: Tensor

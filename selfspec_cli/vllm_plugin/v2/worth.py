@@ -7,8 +7,7 @@ changes on a live engine is a number in device memory, and no kernel is compiled
 
 Before a round `_judge_confidence` counts which drafts of the last round stood, by confidence, and `join` takes the
 counts in; after each step a row's probability that its draft stands is multiplied by its new token's, and the loop ends
-where what all rows together may still gain is less than the value of a step, which the host says (rule.Choice).
-"""
+where what all rows together may still gain is less than the value of a step, which the host says (rule.Choice)."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

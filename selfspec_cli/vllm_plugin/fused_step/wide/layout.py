@@ -2,8 +2,7 @@
 
 Weights are the records of ../layout.py, tiles of 16 rows times groups of 64 columns. Every block has the records of all
 layers in one stream, in the order in which it multiplies them: for each of the four products, group after group, the
-tiles of its rows.
-"""
+tiles of its rows."""
 
 import math
 from dataclasses import dataclass, replace

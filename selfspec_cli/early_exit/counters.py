@@ -14,11 +14,9 @@ Snapshot = dict[str, Any]
 TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted", "seconds")
 HISTOGRAMS = ("length_histogram", "active_histogram", "position_histogram")
 JUDGED, STOOD = "judged_at", "stood_at"
-"""Of a snapshot of the V2 draft loop: drafts by position that were verified when all before them stood, and those of
-them that stood."""
+"""Of a snapshot of the V2 draft loop, by position: drafts verified when all before them stood, and that stood."""
 REASONS = ("load", "context", "request", "cost")
-"""Why a request is not drafted for: the table by load, the table by context, its own wish, or because drafts cost more
-time than they bring."""
+"""Why a request is not drafted for: the table by load, or by context, its own wish, or drafts do not pay."""
 
 INVARIANTS = {
     "host_synchronisations": "times that the host waited for the device inside `propose`",

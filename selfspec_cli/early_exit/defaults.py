@@ -21,8 +21,7 @@ VIEW_KEYS = tuple(key for name in _OF_VIEW if name != SETTING for key in OPTIONS
 LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 """Keys that say how much is drafted. Where one is named, measured times choose no widths."""
 BYTES_PER_COPIED_WEIGHT = 1.1
-"""Of 4-bit copies on an engine for many requests, in two layouts: as each of the two kernels for a whole draft step
-reads them (vllm_plugin/fused_step/)."""
+"""Of 4-bit copies on an engine for many requests, in the layouts of both kernels of vllm_plugin/fused_step/."""
 BYTES_BESIDE_QUANTISED = 1.6
 """The same for a quantised target, whose own weights do not multiply in the copies' place: as they were made, too."""
 SHARE_OF_CACHE = 0.3

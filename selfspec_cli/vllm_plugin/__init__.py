@@ -12,7 +12,7 @@ spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config
 refusals.py       what early exit cannot do, refused by name before an engine starts
 compile_cache.py  what was compiled once is found again
 interpreted.py    the V2 model runner on a CPU, in Triton's interpreter, for tests
-decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
+decoder.py        where the decoder layers of a loaded model are, whether they can be cut short, what a step reads
 trunk.py          the draft: a view of the target with some of its layers, and the positions of its steps
 exit_head.py      an exit head bound to the loaded model; live_gate.py: the gate of a running engine
 attention/        drafting.py: the draft's attention in place of vLLM's; one_query.py: the kernel for it
@@ -30,9 +30,9 @@ v1/               proposer.py: the draft loop on the V1 model runner (CPU); roun
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
 fitting.py        takes hidden states off forward passes, solves and tests heads in the worker; looks at what linear
                   layers see, and makes copies for it
-observe/          profiler.py names what a profiler shows, starts one, and says how busy a GPU was; step_bytes.py counts
-                  what is read, watch.py what must not happen while drafting; metrics.py adds to a server's /metrics
-                  what drafting counted, transport.py takes it there
+observe/          profiler.py names what a profiler shows, starts one, and says how busy a GPU was; watch.py counts what
+                  must not happen while drafting; metrics.py adds to a server's /metrics what drafting counted,
+                  transport.py takes it there
 planted/          faults that `selfspec verify` plants in each of its runs, to show that it finds them: worker.py is
                   that engine's worker, v1.py and v2.py the faults on each runner; wrap.py puts them in and out
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory"""

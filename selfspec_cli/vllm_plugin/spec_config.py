@@ -35,8 +35,7 @@ VLLM_KEYS = (
     "synthetic_acceptance_length",
     "num_speculative_tokens_per_batch_size",
 )
-"""Of vLLM's own keys of a speculative_config, those that mean something for a draft that is the target itself; in every
-known release (see `vllm_keys`)."""
+"""vLLM's own keys that mean something for a draft that is the target itself, in every known release (`vllm_keys`)."""
 
 
 def settings_of(vllm_config: vllm.VllmConfig) -> ResolvedSettings | None:

@@ -1,5 +1,4 @@
-"""What the choice of a draft (early_exit/defaults.py), and copies of weights, ask of the configured target and of this
-machine."""
+"""What the choice of a draft (early_exit/defaults.py), and copies of weights, ask of the target and this machine."""
 
 from __future__ import annotations
 

@@ -8,12 +8,18 @@ import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+from selfspec_cli.early_exit.draft_weights import require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.heads import HeadSpec
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table
 from selfspec_cli.early_exit.settings import AUTO
 from selfspec_cli.vllm_plugin import vllm_names as vllm
+from selfspec_cli.vllm_plugin.target_facts import facts_of
 
 WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker", "CPUWorker"))
 
@@ -85,9 +91,6 @@ class EarlyExitWorker:
         between two of the widths that the engine was started with is verified at the longer one, which has graphs.
         Raises SettingsError for what is no table of this engine, and where the scheduler runs in another process than
         the worker."""
-        from selfspec_cli.early_exit.length_table import LengthTable
-        from selfspec_cli.early_exit.resolved import checked_table
-
         drafter = self._early_exit_drafter_with("set_table", "it has no table of draft lengths")
         settings = drafter.settings
         known = checked_table(text, settings.k)
@@ -99,12 +102,6 @@ class EarlyExitWorker:
         gate and draft length stay.
         Raises SettingsError for a view that there cannot be, after which the old one drafts on, and on an engine that
         compiles, whose code and CUDA graphs are of the view that it was started with."""
-        from dataclasses import replace
-
-        from selfspec_cli.early_exit.draft_weights import require_draft_weights
-        from selfspec_cli.early_exit.resolved import ResolvedSettings
-        from selfspec_cli.vllm_plugin.target_facts import facts_of
-
         drafter = self._early_exit_drafter_with("set_view", "it has no view to change")
         config = self.vllm_config.model_config
         if not config.enforce_eager:
@@ -157,7 +154,7 @@ class EarlyExitWorker:
 
     def early_exit_weights(self) -> dict[str, int]:
         """Bytes of the target's weights, and of what drafting adds (the exit head, copies of weights)."""
-        from selfspec_cli.vllm_plugin.observe.step_bytes import weight_bytes
+        from selfspec_cli.vllm_plugin.decoder import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()
         target = weight_bytes([runner.get_model()])
@@ -173,7 +170,7 @@ class EarlyExitWorker:
     def early_exit_step_bytes(self) -> dict[str, float] | None:
         """Bytes that one full step and one draft step read: weights, and keys and values a token of context.
         None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights."""
-        from selfspec_cli.vllm_plugin.observe.step_bytes import step_bytes
+        from selfspec_cli.vllm_plugin.decoder import step_bytes
 
         drafter = self._early_exit_drafter()
         if not hasattr(drafter, "head"):
@@ -228,7 +225,6 @@ class EarlyExitWorker:
 
     def early_exit_collect(self, heads: list[str], plan: dict[str, Any]) -> None:
         """Begin to collect for `heads` (short names); plan: `wanted` and `ridge` of `fitting.Collector`."""
-        from selfspec_cli.early_exit.heads import HeadSpec
         from selfspec_cli.vllm_plugin.fitting import Collector
 
         tap, config = self.model_runner.get_model().early_exit_tap, self.vllm_config.model_config

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
+from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, WideArguments, built, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, gate_and_up, planned, records
 from selfspec_cli.vllm_plugin.fused_step.models import (
     WARPS,
@@ -81,8 +82,6 @@ def has_room(tokens: int, shape: Shape, device: torch.device) -> bool:
 
 def build_for(tokens: int, shape: Shape, device: torch.device) -> Any:
     """What is compiled for up to MOST tokens, or for one of the widths of many. Raises ValueError without room."""
-    from selfspec_cli.vllm_plugin.fused_step.launch import built
-
     properties: Any = torch.cuda.get_device_properties(device)
     blocks, shared = properties.multi_processor_count, int(properties.shared_memory_per_block_optin)
     if tokens <= MOST:
@@ -124,8 +123,6 @@ class FusedStep:
         """Normed hidden states [num_tokens, hidden] of a draft step on vLLM's input buffers, inside its forward
         context. None where the trunk has to run: for more tokens, without a KV cache, and where a graph would record
         what has not run before."""
-        from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, WideArguments, pointer
-
         if num_tokens > self.most:
             return None
         metadata, _, cache, slots = vllm.get_attention_context(self._names[0])
@@ -228,8 +225,6 @@ class FusedStep:
         return self._kernels.get(tokens)
 
     def _built(self, tokens: int, page: int) -> Any:
-        from selfspec_cli.vllm_plugin.fused_step.launch import Kernel
-
         try:
             build = build_for(tokens, replace(self.shape, page=page), self._device)
             kernel = Kernel(build, self._device, Path(vllm.envs.VLLM_CACHE_ROOT) / "selfspec")

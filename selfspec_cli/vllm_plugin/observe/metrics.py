@@ -20,8 +20,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 )
 
 NAME = "vllm:selfspec_"
-"""Begins as vLLM's names do, so that vLLM takes the metrics of an engine that is gone out of the registry with its own.
-"""
+"""Begins as vLLM's names do, so that vLLM takes the metrics of a dead engine out of the registry with its own."""
 PLAIN = (
     ("rounds", "draft_rounds", "Rounds in which any request was drafted for."),
     ("steps", "draft_steps", "Forward passes of the layers that draft."),

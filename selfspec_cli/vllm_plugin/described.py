@@ -1,6 +1,4 @@
-"""What vLLM's log says of early exit, which to vLLM is a `draft_model`.
-
-Only an engine that was asked for early exit gets here."""
+"""What vLLM's log says of early exit, which to vLLM is a `draft_model`. Plain engines do not get here."""
 
 import hashlib
 import json

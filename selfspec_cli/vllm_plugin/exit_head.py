@@ -238,8 +238,7 @@ def fingerprint(target: nn.Module, vllm_config: vllm.VllmConfig) -> str:
     rows, vocab_size = embedding(target), int(config.get_vocab_size())
     if vllm_config.parallel_config.tensor_parallel_size > 1:  # the name must not depend on the number of ranks
         rows = gathered(rows, vocab_size)
-    rows = rows[:vocab_size]
-    return model_fingerprint(shape, rows)
+    return model_fingerprint(shape, rows[:vocab_size])
 
 
 def plain_lm_head(target: nn.Module, shards: int = 1) -> Tensor | None:

@@ -19,11 +19,7 @@ from selfspec_cli.early_exit.artifact import load_head, save_head
 from selfspec_cli.early_exit.draft_vocab import ids_of
 from selfspec_cli.early_exit.errors import HeadError, SettingsError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
-from selfspec_cli.early_exit.head_module import (
-    check_vocab_ids,
-    scatter_to_full,
-    with_draft_vocabulary,
-)
+from selfspec_cli.early_exit.head_module import check_vocab_ids, scatter_to_full, with_draft_vocabulary
 
 HIDDEN, VOCAB, RANK = 6, 11, 2
 IDS = torch.tensor([1, 4, 5, 9])

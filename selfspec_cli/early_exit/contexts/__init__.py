@@ -1,7 +1,5 @@
-"""Kinds of context that a draft may attend to, by the name that users write in `draft_context=`.
-
-Objects of class `base.DraftContext` in the modules here; other packages add theirs by entry points of the group
-"selfspec.contexts". Importable without torch. The verify pass attends to everything whatever a draft does."""
+"""Kinds of context that a draft may attend to, by the name that users write in `draft_context=`. Importable without
+torch. The verify pass attends to everything whatever a draft does."""
 
 from __future__ import annotations
 

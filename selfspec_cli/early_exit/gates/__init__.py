@@ -1,9 +1,7 @@
-"""Gates: after each draft step, is the draft worth continuing? Objects of class `base.Gate` in the modules here.
+"""Gates: after each draft step, is the draft worth continuing? Neither this package nor its gates import torch.
 
 A gate compares one statistic of the draft distribution with a threshold. It never changes the output, only the cost:
-the full model verifies whatever was drafted. Other packages add gates by entry points of the group `selfspec.gates`.
-
-Importing this package, and reading its gates, does not import torch."""
+the full model verifies whatever was drafted."""
 
 import math
 from contextlib import suppress

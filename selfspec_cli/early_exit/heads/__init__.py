@@ -1,9 +1,8 @@
 """Kinds of exit heads by name, and which head is meant by a short name: what a user types in `head=`, a row shows and a
 file is called.
 
-Objects of class `base.HeadKind` in the modules here; other packages add theirs by entry points of the group
-"selfspec.heads". Importable without torch. `head_module.py` makes a module of a kind and its tensors, `artifact.py`
-reads the files, `fitting.py` fits.
+Importable without torch. `head_module.py` makes a module of a kind and its tensors, `artifact.py` reads the files,
+`fitting.py` fits.
 
 A short name is a kind, followed by what is special about the head, as far as the kind has it:
 

@@ -34,11 +34,7 @@ from selfspec_cli.vllm_plugin.trunk import DraftPositions, attention_names, firs
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths, FreeDrafts, StepWorth
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 from selfspec_cli.vllm_plugin.v1.sampling import draw, not_to_draft
-from selfspec_cli.vllm_plugin.vllm_names import (
-    CommonAttentionMetadata,
-    DraftModelProposer,
-    set_forward_context,
-)
+from selfspec_cli.vllm_plugin.vllm_names import CommonAttentionMetadata, DraftModelProposer, set_forward_context
 from selfspec_cli.vllm_plugin.weights.copied import Watch, renew
 from selfspec_cli.vllm_plugin.weights.shared import without_adapters
 

@@ -98,13 +98,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.v1.worker.gpu_model_runner:build_logitsprocs",
-        replacement=f"{_HERE}.v1.processors:build_all",
+        replacement=f"{_HERE}.v1.sampling:build_all",
         stage="worker",
         reason="it leaves out min_p, logit_bias and custom logits processors where tokens are drafted",
     ),
     Patch(
         target="vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
-        replacement=f"{_HERE}.v1.processors:constrain_drafts",
+        replacement=f"{_HERE}.v1.sampling:constrain_drafts",
         stage="worker",
         reason="on a CPU it verifies drafts without their request's temperature, top_k and top_p",
     ),

@@ -199,7 +199,6 @@ def output_projection(model: nn.Module) -> nn.Module:
 
 
 def _outside_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of `module` that are in no list."""
     return (part for _, part in _by_depth(module))
 
 

@@ -47,7 +47,6 @@ class Watch:
 
 
 def _watch_v1(runner: Any, drafter: Any, watch: Watch) -> list[Undo]:
-    """On vLLM's V1 model runner, where the host takes each draft step."""
     watch.absent |= dict.fromkeys(("host_synchronisations", "allocations", "host_copies"), NO_DEVICE)
     watch.absent["unrolled_rounds"] = NO_LOOP
     counts, drafting, through = watch.counts, [False], [0]

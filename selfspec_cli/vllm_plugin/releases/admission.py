@@ -45,7 +45,6 @@ class Source:
         return Outline(self)
 
     def _file(self, module: str) -> Path | None:
-        """The file of a module, None if there is none."""
         path = os.path.join(self.folder, *module.split("."))
         return next((Path(each) for each in (f"{path}.py", f"{path}/__init__.py") if os.path.isfile(each)), None)
 

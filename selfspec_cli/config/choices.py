@@ -25,7 +25,7 @@ from selfspec_cli.config.schema import (
     head_spec,
 )
 from selfspec_cli.early_exit.errors import SettingsError, closest
-from selfspec_cli.early_exit.head_spec import HeadSpec, examples
+from selfspec_cli.early_exit.heads import HeadSpec, examples
 from selfspec_cli.early_exit.knobs import Knob, options
 
 EXPERIMENT = "experiment"

@@ -28,7 +28,7 @@ from selfspec_cli.config.schema import (
     Runner,
     WorkloadConfig,
 )
-from selfspec_cli.early_exit import roc as curves
+from selfspec_cli.early_exit import replay as curves
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE

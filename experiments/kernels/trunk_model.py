@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
-from selfspec_cli.early_exit.draft_weights.integers import integers
+from selfspec_cli.early_exit.draft_weights.integers import INT4, integers
 from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape, gate_and_up, records
 
@@ -43,7 +42,7 @@ class Model:
             for name, groups in shape.groups.items():
                 columns = groups * 64
                 weight = torch.randn(rows[name], columns, device=device) * columns**-0.5
-                copies[name] = WEIGHTS.quantise(weight * (0.5 if name in ("o", "down") else 1.0))
+                copies[name] = INT4.quantise(weight * (0.5 if name in ("o", "down") else 1.0))
             norms = (1 + 0.1 * torch.randn(2, shape.hidden, device=device)).bfloat16()
             self.layers.append(
                 {
@@ -169,7 +168,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _whole_weight(copy: dict[str, Tensor]) -> Tensor:
-    return WEIGHTS.dequantise(copy, torch.float32)
+    return INT4.dequantise(copy, torch.float32)
 
 
 def _short_weight(copy: dict[str, Tensor]) -> Tensor:

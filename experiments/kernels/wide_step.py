@@ -25,9 +25,8 @@ from fused_step import check, separate, timed
 from torch import Tensor
 from trunk_model import MANY_TOKENS, SHAPES, Model, Step, bound, fill
 
-from selfspec_cli.vllm_plugin.fused_step.launch import Kernel
+from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, WideArguments
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
-from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
 from selfspec_cli.vllm_plugin.fused_step.wide.layout import STAMPS, WARPS, WIDTHS, Stream, built
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
@@ -63,7 +62,7 @@ class Wide:
     def bind(self, step: Step) -> Callable[[], None]:
         """A call that runs the step."""
         weights = {"stream": self.stream.records, "offsets": self.stream.offsets, "stamps": self.stamps}
-        return bound(self.kernel, Arguments, step, weights, tokens=len(step.lengths))
+        return bound(self.kernel, WideArguments, step, weights, tokens=len(step.lengths))
 
     def facts(self) -> dict[str, Any]:
         """The plan, and what the compiler made of it."""

@@ -81,9 +81,9 @@ def verdict(checks: list[Check]) -> str:
 
 
 def _patches() -> list[tuple[str, bool, str]]:
-    from selfspec_cli.vllm_plugin import compat
+    from selfspec_cli.vllm_plugin import patches
 
-    return [*compat.check()]
+    return [*patches.check()]
 
 
 def show_checks(checks: list[Check]) -> None:

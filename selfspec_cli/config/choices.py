@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from selfspec_cli.config import paths, schema
 from selfspec_cli.config.schema import GROUPS, ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError, closest
-from selfspec_cli.early_exit.head_spec import HeadSpec, examples
+from selfspec_cli.early_exit.heads import HeadSpec, examples
 from selfspec_cli.early_exit.knobs import Knob, options
 
 EXPERIMENT = "experiment"

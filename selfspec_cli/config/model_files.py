@@ -28,7 +28,7 @@ from selfspec_cli.config.paths import REFERENCE
 from selfspec_cli.config.schema import ConfigError, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata, require_model
-from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import HeadSpec
 from selfspec_cli.early_exit.resolved import metadata_of
 from selfspec_cli.whole import cache_dir
 

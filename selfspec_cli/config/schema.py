@@ -16,7 +16,7 @@ from typing import Any
 from selfspec_cli import load_patterns
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import spec_of
-from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import HeadSpec
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, METHODS, SPECULATIVE_LENGTH, DraftSettings
 from selfspec_cli.early_exit.settings import GateConfig as GateConfig

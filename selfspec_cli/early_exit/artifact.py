@@ -1,10 +1,9 @@
 """Exit heads on disk, tensors included, and the fingerprint that ties a head to its model.
 
 A head is a safetensors file: its tensors as its kind names them, vocab_ids, and metadata (`head_metadata.py`).
-Least-squares heads of other programs, ee_layer{N}_lsq.pt and h{N}.pt, are read and written too. Such a file holds
-tensors and nothing else: "weight" [V, hidden], or that alone and bare; "bias" [V]; "after_norm", a bool: whether the
-head was fitted on hidden states after the model's final norm; "scale", as in `fitting.py`.
-"""
+Least-squares heads of other programs, ee_layer{N}_lsq.pt and h{N}.pt, are read and written too, as tensors and nothing
+else: "weight" [V, hidden], or that alone and bare; "bias" [V]; "after_norm", a bool: whether it was fitted on hidden
+states after the model's final norm; "scale", as in `fitting.py`."""
 
 import functools
 import hashlib
@@ -48,9 +47,7 @@ class LoadedHead(NamedTuple):
 
 def save_head(path: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
     """Write the head, whole or not at all; creates the directory.
-
-    Raises HeadError when head and metadata disagree, OSError when it cannot be written.
-    """
+    Raises HeadError when head and metadata disagree, OSError when it cannot be written."""
     target = Path(path)
     if target.suffix != SUFFIX:
         raise HeadError(f"a head is saved as {SUFFIX}, not {target.name!r}")
@@ -71,12 +68,9 @@ def load_head(
     vocab_size: int | None = None,
     fingerprint: str | None = None,
 ) -> LoadedHead:
-    """Read a head from .safetensors or .pt, or from a directory of heads (then `layer` picks it).
-
-    layer, hidden, vocab_size, fingerprint: what the model at hand needs; each is checked if given. A .pt file knows no
-    fingerprint, and passes that check. Tensors arrive on the CPU in the dtype they were saved in. Raises HeadError for
-    a missing, truncated or foreign file, or a head fitted on another model, layer or shape.
-    """
+    """Read a head from .safetensors or .pt, or the one for `layer` from a directory of heads, on the CPU. layer,
+    hidden, vocab_size, fingerprint: of the model at hand; each is checked if given, but a .pt file has no fingerprint.
+    Raises HeadError for a missing, truncated or foreign file, or a head of another model, layer or shape."""
     file = head_file(path, layer)
     if not file.is_file():
         raise HeadError(f"head {file} does not exist")
@@ -124,9 +118,7 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: HeadMeta
 
 def save_pt(folder: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
     """Write a least-squares head over all tokens as ee_layer{N}_lsq.pt, whole or not at all.
-
-    Raises HeadError for another kind of head, or one over a draft vocabulary, which such files cannot say.
-    """
+    Raises HeadError for another kind of head, or one over a draft vocabulary, which such files cannot say."""
     if head.kind.name != LEGACY_KIND or head.vocab_ids is not None:
         raise HeadError(f"a .pt file holds a head of kind {LEGACY_KIND} over all tokens, not {metadata.spec.name}")
     tensors = {name: tensor.detach().cpu() for name, tensor in head.tensors.items()}
@@ -140,11 +132,8 @@ def save_pt(folder: str | os.PathLike[str], head: ExitHead, metadata: HeadMetada
 
 
 def _load_pt(file: Path) -> LoadedHead:
-    """The head in a .pt file, loaded with `weights_only=True`, so that nothing in the file is ever run.
-
-    Raises HeadError for a file that holds anything but such tensors, is damaged, was fitted before the norm, or whose
-    name does not say the layer.
-    """
+    """The head in a .pt file; nothing in the file is ever run (`weights_only=True`). Raises HeadError for a file that
+    is damaged, holds anything else, was fitted before the norm, or whose name does not say the layer."""
     layer = legacy_layer(file)
     if layer is None:
         raise HeadError(f"head {file}: the layer is read from the name, ee_layer<N>_lsq.pt or h<N>.pt")
@@ -210,14 +199,10 @@ _SAMPLES = 64  # values per axis at most: enough to tell fine-tunes apart, nothi
 
 def model_fingerprint(config: Mapping[str, Any], embedding: Tensor) -> str:
     """Sixteen hexadecimal digits of a SHA-256 over the architecture and a small sample of weights.
-
     config: of the text model. embedding: of its tokens, [V or more, hidden], which every way of loading the model
     leaves unquantised; gathered where ranks share it. Rows beyond `vocab_size` (padding) are not sampled.
-
-    Up to 64 x 64 values at even spacing are rounded to bfloat16 before hashing: a model stored in bf16 and served in
-    fp32, or stored in fp32 and served in bf16, keeps its fingerprint. Serving bf16 weights in fp16 may change it (fp16
-    cannot hold the smallest values).
-    """
+    Up to 64 x 64 values at even spacing are rounded to bfloat16, so that fp32 and bf16 of one model have one
+    fingerprint. Weights in fp16 may have another (fp16 cannot hold the smallest values)."""
     shape = {name: config.get(name) for name in CONFIG_FIELDS}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     rows = min(len(embedding), shape["vocab_size"] or len(embedding))

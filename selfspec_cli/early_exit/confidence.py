@@ -1,13 +1,9 @@
 """How far a draft's own confidence can be trusted: acceptance by the probability of the token that was drafted.
 
-A draft that is a quantised copy of its target is accepted far more often than its greatest probability says, an early
-exit sometimes less. So the share of drafts that stood is counted by confidence, in BINS equal bins, and old counts
-fade. The product of these shares along a draft estimates the probability that all of it stands.
-
-This is the arithmetic in PyTorch, for the V1 runner; v2/worth.py does the same on the device, and its test compares.
-"""
-
-from __future__ import annotations
+A quantised copy of the target is accepted far more often than its greatest probability says, an early exit sometimes
+less. So the share of drafts that stood is counted by confidence, in BINS equal bins, and old counts fade. The product
+of these shares along a draft estimates the probability that all of it stands. In PyTorch, for the V1 runner;
+v2/worth.py does the same on the device, and its test compares."""
 
 import torch
 from torch import Tensor
@@ -34,8 +30,8 @@ def bins_of(confidence: Tensor) -> Tensor:
 
 
 def learnt(counts: Tensor, confidence: Tensor, stood: Tensor) -> Tensor:
-    """Counts [2, BINS] after a verify pass. confidence [n]: of each judged token, the first that fell included and none
-    after it; stood, bool [n]."""
+    """Counts [2, BINS] after a verify pass. confidence [n]: of each judged token, up to the first that fell; stood,
+    bool [n]."""
     bins = bins_of(confidence)
     fresh = [torch.bincount(judged, minlength=BINS) for judged in (bins[stood], bins)]
     return faded(counts, torch.stack(fresh).to(counts.dtype))

@@ -5,8 +5,7 @@ A round drafts k tokens one after the other and then verifies them in one pass o
     round(k) = verify + start + k * (draft + verify_token)
 
 `Costs` come from memory traffic, before anything is timed (`Costs.from_bytes`), or from timed arms of one exit
-(`fit_costs`).
-"""
+(`fit_costs`)."""
 
 from __future__ import annotations
 
@@ -18,14 +17,9 @@ from dataclasses import asdict, dataclass
 @dataclass(frozen=True)
 class Costs:
     """What the steps of decoding cost, all in one unit: measured seconds, or counted bytes.
-
-    plain: a decoding step of the full model without drafts; positive.
-    draft: a draft step.
-    verify: a verify pass, as far as it does not grow with the drafts.
-    verify_token: what one more draft adds to the verify pass (nothing where the weights are the traffic).
-    start: what drafting takes once a round on top of its steps; after a verify pass the first step finds its weights
-        outside the cache.
-    """
+    plain: a decoding step without drafts; positive. draft: a draft step. verify: a verify pass, as far as it does not
+    grow with the drafts. verify_token: what one more draft adds to it (nothing where the weights are the traffic).
+    start: of drafting, once a round; after a verify pass the first step finds its weights outside the cache."""
 
     plain: float
     draft: float
@@ -40,11 +34,8 @@ class Costs:
     @classmethod
     def from_bytes(cls, read: Mapping[str, float], context: float, attended: float | None = None) -> Costs:
         """Bytes that each step reads, for batches small enough that memory traffic is what takes the time.
-
-        read: the answer of `EarlyExitWorker.early_exit_step_bytes`. context: tokens of context that a step reads, all
-        requests of the batch together, on average. attended: those that a draft step reads (`Context.attended`); None:
-        all of them.
-        """
+        read: the answer of `EarlyExitWorker.early_exit_step_bytes`. context: tokens that a step reads of all requests
+        together, on average; attended: that a draft step reads (`Context.attended`), None for all of them."""
         full = read["full"] + context * read["full_kv_token"]
         draft = read["draft"] + (context if attended is None else attended) * read["draft_kv_token"]
         return cls(plain=full, draft=draft, verify=full)
@@ -71,13 +62,10 @@ class Costs:
 
 def fit_costs(arms: Sequence[tuple[float, float, float | None, float]], plain: float) -> Costs:
     """Costs of one exit from timed arms of fixed draft lengths: (draft length, seconds, of them drafting, rounds).
-
     plain: seconds of a step without drafts. The times of verifying and of drafting are fitted as lines over the draft
-    length by least squares, so at least two lengths are needed. Verifying is kept from getting cheaper with length and
-    from costing nothing without drafts, and a round from starting at a gain. Where the share of drafting is None (a GPU
-    drafts without telling the host), the line is a whole round's, and its slope is the draft step's: another token to
-    verify is next to free there.
-    """
+    length by least squares; neither may fall with length, or be free or a gain without drafts. Where the share of
+    drafting is None (a GPU drafts without telling the host), the line is a whole round's, and its slope is the draft
+    step's: another token to verify is next to free there."""
     lengths = [length for length, *_ in arms]
     mean_length = statistics.fmean(lengths)
     whole = [seconds / rounds for _, seconds, _, rounds in arms]

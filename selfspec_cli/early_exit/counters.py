@@ -14,11 +14,9 @@ Snapshot = dict[str, Any]
 TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted", "seconds")
 HISTOGRAMS = ("length_histogram", "active_histogram", "position_histogram")
 JUDGED, STOOD = "judged_at", "stood_at"
-"""Of a snapshot of the V2 draft loop: drafts by position that were verified when all before them stood, and those of
-them that stood."""
+"""Of a snapshot of the V2 draft loop, by position: drafts verified when all before them stood, and that stood."""
 REASONS = ("load", "context", "request", "cost")
-"""Why a request is not drafted for: the table by load, the table by context, its own wish, or because drafts cost more
-time than they bring."""
+"""Why a request is not drafted for: the table by load, or by context, its own wish, or drafts do not pay."""
 
 INVARIANTS = {
     "host_synchronisations": "times that the host waited for the device inside `propose`",
@@ -37,12 +35,9 @@ INVARIANTS = {
 @dataclass(frozen=True)
 class VerifyCounts:
     """Speculative decoding as vLLM counts it, over one stretch of work.
-
-    rounds: verify steps that had drafts, one a request. places: tokens that verify passes looked at. On CUDA vLLM plans
-    a pass before the drafts exist, so that it looks at k places of each request, whatever was drafted; elsewhere the
-    places are the drafted tokens but for those that a request's last round no longer needed. accepted: tokens.
-    accepted_at: tokens accepted at draft position 1..k.
-    """
+    rounds: verify steps that had drafts, one a request. places: tokens that verify passes looked at: on CUDA k of each
+    request, because vLLM plans a pass before the drafts exist; elsewhere the drafted tokens but for those that a
+    request's last round no longer needed. accepted: tokens; accepted_at: by draft position 1..k."""
 
     rounds: int
     places: int
@@ -92,10 +87,7 @@ class DraftCounters:
         self._taken: int | None = None  # steps of the round in hand
 
     def allowed(self, limit: int, requests: Sequence[tuple[int, str | None]]) -> None:
-        """A round begins in which each request may draft that many tokens; with the reason where it may draft none.
-
-        limit: for all of them.
-        """
+        """A round begins in which each request may draft this many tokens, or none for a reason. limit: for all."""
         self.in_force = min(limit, max((k for k, _ in requests), default=limit))
         for _, reason in requests:
             if reason is not None:
@@ -148,11 +140,8 @@ def total(snapshots: Iterable[Snapshot | None]) -> Snapshot | None:
 
 
 def summary(counts: Snapshot, rounds: int, drafted: int, accepted: int) -> dict[str, Any]:
-    """What a row says of drafting; None where nothing was counted.
-
-    counts: the draft loop's own, over one stretch. rounds, drafted, accepted: vLLM's, over the same stretch, each
-    round one request's.
-    """
+    """What a row says of drafting; None where nothing was counted. counts: the draft loop's own, over one stretch.
+    rounds, drafted, accepted: vLLM's, over the same stretch, each round one request's."""
     active = [(number, count) for number, count in enumerate(counts.get("active_histogram", [])) if count]
     return {
         "rounds": counts["rounds"],

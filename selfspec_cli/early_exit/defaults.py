@@ -1,9 +1,6 @@
 """What drafts where a user names nothing: chosen from the checkpoint and the memory that it leaves. No torch.
 
-`{"method": "selfspec"}` is complete. Whatever a speculative_config names is kept, and the rest is chosen.
-"""
-
-from __future__ import annotations
+`{"method": "selfspec"}` is complete. Whatever a speculative_config names is kept, and the rest is chosen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,8 +21,7 @@ VIEW_KEYS = tuple(key for name in _OF_VIEW if name != SETTING for key in OPTIONS
 LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 """Keys that say how much is drafted. Where one is named, measured times choose no widths."""
 BYTES_PER_COPIED_WEIGHT = 1.1
-"""Of 4-bit copies on an engine for many requests, in two layouts: as each of the two kernels for a whole draft step
-reads them (vllm_plugin/fused_step/)."""
+"""Of 4-bit copies on an engine for many requests, in the layouts of both kernels of vllm_plugin/fused_step/."""
 BYTES_BESIDE_QUANTISED = 1.6
 """The same for a quantised target, whose own weights do not multiply in the copies' place: as they were made, too."""
 SHARE_OF_CACHE = 0.3
@@ -38,13 +34,10 @@ SHARE_OF_DRAWN = 0.03
 @dataclass(frozen=True)
 class Target:
     """What the choice depends on.
-
     weights: of the target and the machine. bits: of the target's weights. parameters: that copies would be made of.
     exit_layer: that the checkpoint was trained for, `early_exit_layer` in its config.json. left: bytes that vLLM may
-    use in addition to the weights; with a KV cache of a given size, free bytes of the device after weights and cache.
-    memory: bytes of the device. Both are None where there is no GPU. logits: numbers of a full step, requests times
-    vocabulary.
-    """
+    use in addition to the weights, or free bytes after weights and a KV cache of a given size. memory: of the device;
+    both None without a GPU. logits: numbers of a full step, requests times vocabulary."""
 
     weights: WeightFacts
     bits: float

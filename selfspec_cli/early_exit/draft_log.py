@@ -1,8 +1,7 @@
 """The record of real drafting: for each drafted token every gate statistic, and whether the verifier took it.
 
 A recorder is called after each draft step and each verification. What a gate would have done is then a question to the
-log (`replay.py`), not to the machine.
-"""
+log (`replay.py`), not to the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, Gate, features
-from selfspec_cli.early_exit.gates.distribution import Distribution
+from selfspec_cli.early_exit.gates.base import Distribution
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,7 @@ class DraftLog:
 @dataclass
 class DraftRecorder:
     """Collects a `DraftLog` beside a draft loop. A draft waits under its request's id until the verifier has spoken.
-
-    A step only copies the logits. The statistics are computed for `BLOCK` tokens at once: one token at a time they cost
-    a tenth of a small model's speed, which would not be the drafting that is to be recorded.
-    """
+    A step only copies the logits; statistics of one token at a time would cost a tenth of a small model's speed."""
 
     BLOCK = 64  # tokens; at a vocabulary of 128,256 their logits are 33 MB
 
@@ -110,10 +106,9 @@ class DraftRecorder:
             self._reduce()
 
     def verdict(self, ids: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
-        """The verify pass is over. ids: the batch. sampled: tokens that each request gained, its accepted ones and one
-        of the verifier's own; empty inside a prefill. verified: draft tokens of each request that the pass looked at;
-        None if it looked at none.
-        """
+        """The verify pass is over. ids: the batch. sampled: tokens that each request gained, one of them the verifier's
+        own; empty inside a prefill. verified: draft tokens of each that the pass looked at; None if it looked at
+        none."""
         for place, name in enumerate(ids):
             draft = self._waiting.pop(name, None)
             seen = int(verified[place]) if verified is not None else 0

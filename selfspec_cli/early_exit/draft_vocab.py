@@ -1,8 +1,7 @@
 """Draft vocabularies: which V' tokens a draft may be. Counted from text, or read from a list.
 
 A vocabulary has a tag, which is part of the name of every head over it: v4096 for the 4,096 most frequent tokens,
-v4096-1f2e3d4c for a list of 4,096 (its digest tells two lists apart).
-"""
+v4096-1f2e3d4c for a list of 4,096 (its digest tells two lists apart)."""
 
 import hashlib
 import json
@@ -33,11 +32,9 @@ def tag_of(vocab: str, ids: Tensor) -> str | None:
 
 
 def read_ids(path: str | os.PathLike[str], vocab_size: int) -> Tensor:
-    """Token ids from a list file, int64 [V'] ascending: a JSON list, or numbers separated by spaces or lines.
-
-    Repetitions and order do not matter. Raises HeadError for a file that cannot be read or is no list of integers, an
-    empty list, or an id outside 0..vocab_size-1.
-    """
+    """Token ids from a list file, int64 [V'] ascending: a JSON list, or numbers separated by spaces or lines, in any
+    order.
+    Raises HeadError for no list of integers, an empty one, or an id outside 0..vocab_size-1."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
@@ -54,11 +51,8 @@ def read_ids(path: str | os.PathLike[str], vocab_size: int) -> Tensor:
 
 
 def ids_of(vocab: str, vocab_size: int) -> Tensor | None:
-    """Token ids that a plain speculative_config's `vocab` names, int64 [V'] ascending; None for "full".
-
-    A number V' means the first V' ids: byte pair encoding merges the most frequent pair first, so these are about the
-    most frequent tokens. Raises HeadError for a number outside 1..vocab_size, and as `read_ids` for a file.
-    """
+    """Token ids that a plain speculative_config's `vocab` names, int64 [V'] ascending; None for "full". A number V'
+    means the first V' ids: with byte pair encoding about the most frequent. Raises HeadError as `read_ids`."""
     if vocab == "full":
         return None
     if not vocab.isdigit():
@@ -92,9 +86,7 @@ def save_counts(folder: str | os.PathLike[str], counts: Tensor, corpus: str) -> 
 
 def load_counts(folder: str | os.PathLike[str], vocab_size: int, corpus: str | None = None) -> Tensor | None:
     """The token counts of a folder of heads, [V]; None if there are none for this vocabulary size and corpus.
-
-    corpus: None takes whatever was counted last.
-    """
+    corpus: None takes whatever was counted last."""
     try:
         with safe_open(Path(folder) / COUNTS_FILE, framework="pt") as opened:
             counts = opened.get_tensor("counts")

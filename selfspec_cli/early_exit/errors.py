@@ -34,8 +34,7 @@ def nearest(word: object, allowed: Iterable[str], alike: float = 0.5) -> str | N
 
 
 def equally_near(word: object, allowed: Iterable[str], alike: float = 0.5) -> list[str]:
-    """The word of `allowed` that is spelt most like `word`, or up to three that are equally like it (int3: int4, int8);
-    empty where none has the ratio `alike`, 0 to 1."""
+    """The word of `allowed` spelt most like `word`, or up to three (int3: int4, int8), with a ratio of `alike`."""
     matcher = difflib.SequenceMatcher(b=str(word).lower())
     ratios = {}
     for name in allowed:

@@ -1,8 +1,7 @@
 """Copies of a model's weights that are made from data: rounded by GPTQ, and on disk, as `selfspec fit-weights` writes.
 
 One safetensors file: for each linear layer NAME (as vLLM calls it below the decoder, such as layers.3.mlp.down_proj, or
-lm_head) the tensors of its copy, "NAME.copy.TENSOR". The metadata name the kind of copies and the model.
-"""
+lm_head) the tensors of its copy, "NAME.copy.TENSOR". The metadata name the kind of copies and the model."""
 
 from __future__ import annotations
 
@@ -89,9 +88,7 @@ def save(path: str | os.PathLike[str], fitted: FittedWeights) -> Path:
 
 def load(path: str | os.PathLike[str], kind: str, fingerprint: str) -> FittedWeights:
     """Read a file, tensors on the CPU. kind: of draft_weights. fingerprint: of the model.
-
-    Raises SettingsError for another kind or model, and a file that is not there, or that `save` did not write.
-    """
+    Raises SettingsError for another kind or model, and a file that is not there, or that `save` did not write."""
     place = f"draft_weights_path = {str(path)!r}"
     copies: dict[str, dict[str, Tensor]] = {}
     try:
@@ -128,13 +125,10 @@ def load(path: str | os.PathLike[str], kind: str, fingerprint: str) -> FittedWei
 def rounded_in_order(
     weight: Tensor, moment: Tensor, group: int, levels: tuple[int, int], scales: Scales
 ) -> tuple[Tensor, Tensor]:
-    """GPTQ's rounding of `weight` [out, in] to integers in groups of `group` along a row.
-
+    """GPTQ's rounding of `weight` [out, in] to integers (float32) [out, in / group, group], with scales [out, in /
+    group, 1].
     moment: M [in, in]. levels: the least and the greatest integer. scales: how a group's scale is chosen; it is asked
-    when the group is reached, so it sees weights that make up for the columns before.
-
-    Returns: integers (float32) [out, in / group, group], and scales [out, in / group, 1].
-    """
+    when the group is reached, so it sees weights that make up for the columns before."""
     work = weight.float().clone()
     inverse = _inverse_factor(moment)
     integers, chosen = torch.empty_like(work), []
@@ -159,9 +153,7 @@ def weighted_error(error: Tensor, moment: Tensor) -> float:
 
 def _inverse_factor(moment: Tensor) -> Tensor:
     """Upper triangular U with M^-1 = U^T U; row i holds how an error in column i is made up for in later ones.
-
-    M is damped, so that it is positive definite where columns were never used.
-    """
+    M is damped, so that it is positive definite where columns were never used."""
     damped = moment.float().clone()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-20))
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)

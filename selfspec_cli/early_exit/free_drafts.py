@@ -2,15 +2,11 @@
 
 Before a round the last tokens of a request are looked up in its history. A trusted match is copied, all of the draft
 before the first draft step. Where the match is too short, the model's own draft begins; with each of its tokens that is
-also the match's, the match is longer by one, and once it is trusted the rest is copied. Requests that have their draft
-wait while the others' drafts go on together, a step for all of them at once.
+also the match's, the match is longer by one, and once it is trusted the rest is copied.
 
 How far a match is trusted is learnt from each request: after every verify pass its new tokens say how often the token
-after a match of each length came true, whether or not it was drafted. So nothing has to be tried out.
-
-This is the rule, in PyTorch, for one request. The V1 runner calls it; v2/matches.py does the same for a batch on the
-device, and its test compares the two.
-"""
+after a match of each length came true, whether or not it was drafted. In PyTorch, for one request of the V1 runner;
+v2/matches.py does the same for a batch on the device, and its test compares."""
 
 from dataclasses import dataclass, field
 
@@ -87,10 +83,8 @@ def expected(rates: Tensor, tokens: int) -> Tensor:
 
 def trusted_from(rates: Tensor, own: float, tokens: int, k: int, cost: float) -> int:
     """The length from which on a match is copied: such drafts yield as many tokens in the same time as the model's own.
-
     own: estimated acceptance of one of its k tokens. cost: of a draft step, in plain steps, divided by the number of
-    requests that share it. LONGEST + 1: never.
-    """
+    requests that share it. LONGEST + 1: never."""
     yields = 0.0
     for _ in range(k):
         yields = own * (1.0 + yields)
@@ -101,10 +95,8 @@ def trusted_from(rates: Tensor, own: float, tokens: int, k: int, cost: float) ->
 @dataclass
 class Matches:
     """What one request's history says. tokens: most of a free draft; k: most of the model's own.
-
     rates: by length of the match, [LONGEST]; own: of the model's own drafts. length, start, known: the last look-up,
-    and of how many tokens. drafted, copied: tokens of the last draft, the model's own and those of a match.
-    """
+    and of how many tokens. drafted, copied: tokens of the last draft, the model's own and those of a match."""
 
     tokens: int
     k: int
@@ -118,8 +110,7 @@ class Matches:
     copied: int = 0
 
     def verdict(self, text: Tensor, accepted: int) -> int:
-        """A verify pass is over, `text` [n] has its tokens, and `accepted` of the last draft stood; how many of these
-        were copied."""
+        """A verify pass is over, and the request has `text` [n]; how many of the `accepted` drafts were copied."""
         if self.length and len(text) > self.known:
             text = text[: self.known + self.tokens + 1]
             agreed = agreement(text, self.known, self.start)

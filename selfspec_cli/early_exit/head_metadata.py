@@ -1,8 +1,7 @@
 """What is known of an exit head without reading its tensors: the metadata of its file, checked. Free of torch.
 
 The header of a safetensors file names each tensor with its shape, and holds flat string metadata: "format",
-"format_version" and one JSON value per field of `HeadMetadata`.
-"""
+"format_version" and one JSON value per field of `HeadMetadata`."""
 
 import json
 import os
@@ -15,8 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from selfspec_cli.early_exit.errors import HeadError, SettingsError
-from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.heads import HEADS, HeadSpec
 from selfspec_cli.early_exit.heads.base import HeadKind
 
 FORMAT = "selfspec-exit-head"
@@ -34,8 +32,7 @@ class HeadMetadata:
     kind: a name of HEADS. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank translator. bias:
     fitted with one. draft_vocab: tag of its draft vocabulary (`draft_vocab.tag_of`), None for the full one.
     fingerprint: of the model (`model_fingerprint`). target: what it was fitted to. corpus, pairs, ridge: the data, how
-    many (x, target) pairs, the relative ridge. fit: fit statistics. versions: of torch, vllm and so on.
-    """
+    many (x, target) pairs, the relative ridge. fit: fit statistics. versions: of torch, vllm and so on."""
 
     kind: str
     layer: int
@@ -65,9 +62,7 @@ def head_filename(spec: HeadSpec, layer: int, draft_vocab: str | None = None) ->
 
 def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
     """The metadata of a .safetensors head, checked against the shapes of its tensors.
-
-    Raises HeadError for a file that is missing, truncated, foreign or contradicts itself.
-    """
+    Raises HeadError for a file that is missing, truncated, foreign or contradicts itself."""
     file = Path(path)
     header, shapes = _read_header(file)
     if header.get("format") != FORMAT:
@@ -87,9 +82,7 @@ def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
 
 def require_model(file: Path, metadata: HeadMetadata, **wanted: Any) -> None:
     """Raise HeadError unless a head is for this exit layer and this model.
-
-    wanted: layer, hidden, vocab_size, fingerprint of the model at hand; None, here or in the file, is not checked.
-    """
+    wanted: layer, hidden, vocab_size, fingerprint of the model at hand; None, here or in the file, is not checked."""
     for name, want in wanted.items():
         got = getattr(metadata, name)
         if want is None or got is None or got == want:
@@ -113,11 +106,8 @@ def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
 
 
 def check_shapes(kind: HeadKind, shapes: Shapes, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes "hidden", "rows" and "rank" of the tensors of a head, as far as they have them.
-
-    sizes: already known ones. Raises HeadError if the names are not the tensors of a head of this kind, or if sizes
-    contradict each other or the known ones.
-    """
+    """The sizes "hidden", "rows" and "rank" of a head's tensors, as far as they have them. sizes: known ones. Raises
+    HeadError for names that no head of this kind has, or sizes that contradict each other or the known ones."""
     possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
     expected_shapes = next((expected for expected in possible if expected.keys() == shapes.keys()), None)
     if expected_shapes is None:
@@ -143,11 +133,8 @@ def legacy_layer(file: Path) -> int | None:
 
 
 def find_head(directory: str | os.PathLike[str], layer: int, spec: HeadSpec | None = None) -> Path:
-    """The one head for `layer` in a directory, by metadata; .pt files by their name.
-
-    spec: which head, over the full vocabulary; None takes any. Raises HeadError when there is none (listing those that
-    are there) or more than one.
-    """
+    """The one head for `layer` in a directory, by metadata; .pt files by their name. spec: over the full vocabulary;
+    None takes any. Raises HeadError when there is none (listing those that are there) or more than one."""
     root = Path(directory)
     if not root.is_dir():
         raise HeadError(f"directory of heads {root} does not exist")

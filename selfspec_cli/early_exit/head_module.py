@@ -1,13 +1,11 @@
 """An exit head that runs: its kind, its tensors and an optional draft vocabulary as a module of PyTorch.
 
 A draft vocabulary is `vocab_ids`, int64 [V'] ascending: draft id i is token vocab_ids[i].
-Heads hold fp32 weights as fitted; call `head.to(device, dtype)` before use, so that weights and x agree.
-"""
+Heads hold fp32 weights as fitted; call `head.to(device, dtype)` before use, so that weights and x agree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +22,8 @@ LmHead = Callable[[Tensor], Tensor]
 
 class ExitHead(nn.Module):
     """logits = projection(transform(x)), over an optional draft vocabulary.
-
-    kind: a name of HEADS. tensors: its tensors by name (None: there is none), as `HeadKind.shapes` says.
-    Raises HeadError for tensors that are not those of a head of this kind, SettingsError for an unknown kind.
-    """
+    kind: a name of HEADS. tensors: its tensors by name (None: there is none), as `HeadKind.shapes` says. Raises
+    HeadError for tensors that are not those of a head of this kind, SettingsError for an unknown kind."""
 
     vocab_ids: Tensor | None
 
@@ -59,32 +55,27 @@ class ExitHead(nn.Module):
         return self.kind.transform(x, self.tensors)
 
     def logits(self, x: Tensor, lm_head: LmHead | None = None) -> Tensor:
-        """Draft logits through any lm_head, [N, hidden] -> [N, V']; a head with rows of its own needs none.
-
-        With a draft vocabulary this computes all V columns and keeps V' of them: `bind` is cheaper where the lm_head's
-        weight is known.
-        """
+        """Draft logits through any lm_head, [N, hidden] -> [N, V']; a head with rows of its own needs none. A draft
+        vocabulary still computes all V columns: `bind` is cheaper where the lm_head's weight is known."""
         if self.has_rows:
-            return self.bind().logits(x)
+            return F.linear(self.transform(x), *self.bind())
         assert lm_head is not None
         full = lm_head(self.transform(x))
         return full if self.vocab_ids is None else full.index_select(-1, self.vocab_ids)
 
-    def bind(self, lm_head_weight: Tensor | None = None) -> BoundHead:
-        """The head with its projection rows gathered, a copy [V', hidden]; without a draft vocabulary the model's own.
-
-        lm_head_weight: [V, hidden], without padding. Scaling or soft-capping of logits stays with the caller. A head
-        with rows of its own does not use the argument.
-        """
+    def bind(self, lm_head_weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The projection's weight [V', hidden], gathered for a draft vocabulary, else the model's own; and bias [V'].
+        lm_head_weight: [V, hidden], without padding; a head with rows of its own does not use it. Scaling or
+        soft-capping of logits stays with the caller."""
         if self.has_rows:
             weight, *bias = (self.tensors.get(name) for name in self.kind.rows)
             assert weight is not None
-            return BoundHead(self, weight, bias[0] if bias else None)
+            return weight, bias[0] if bias else None
         assert lm_head_weight is not None
         if self.vocab_ids is None:
-            return BoundHead(self, lm_head_weight)
+            return lm_head_weight, None
         check_vocab_ids(self.vocab_ids, lm_head_weight.shape[0])
-        return BoundHead(self, lm_head_weight[self.vocab_ids])
+        return lm_head_weight[self.vocab_ids], None
 
     def drop_rows(self) -> None:
         """Give up rows that somebody else keeps; `transform` and the ids are left."""
@@ -102,40 +93,19 @@ class ExitHead(nn.Module):
         return (own + (0 if self.has_rows else rows * hidden)) * itemsize
 
 
-@dataclass(frozen=True)
-class BoundHead:
-    """A head with its projection, for a draft loop. weight: [V', hidden]; bias: [V'] or None.
-
-    No module, because the weight may be the model's own, and must not be moved or listed as another parameter.
-    """
-
-    head: ExitHead
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def logits(self, x: Tensor, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear) -> Tensor:
-        """Draft logits, [N, hidden] -> [N, V']. linear: multiplies (input, weight, bias) like PyTorch's."""
-        return linear(self.head.transform(x), self.weight, self.bias)
-
-
 # ---- draft vocabularies ---------------------------------------------------------------------------------------------
 
 
 def scatter_to_full(draft_logits: Tensor, vocab_ids: Tensor, vocab_size: int) -> Tensor:
     """Draft logits over the full vocabulary, [N, V'] -> [N, V], -inf for tokens outside the draft vocabulary.
-
     Their softmax is the true draft distribution, which rejection sampling needs to stay lossless (Leviathan et al.,
-    arXiv:2211.17192, theorem 3.5 holds for any draft distribution).
-    """
+    arXiv:2211.17192, theorem 3.5 holds for any draft distribution)."""
     full = draft_logits.new_full((*draft_logits.shape[:-1], vocab_size), float("-inf"))
     return full.index_copy_(-1, vocab_ids, draft_logits)
 
 
 def check_vocab_ids(vocab_ids: Tensor, vocab_size: int | None = None) -> Tensor:
-    """`vocab_ids` as int64 [V'], checked: one dimension, integers, not empty, strictly ascending, inside [0, V).
-
-    Raises HeadError naming the first offender.
-    """
+    """`vocab_ids` as int64 [V']. Raises HeadError unless they are integers, strictly ascending, in [0, V)."""
     if vocab_ids.dim() != 1 or vocab_ids.dtype.is_floating_point or vocab_ids.dtype == torch.bool:
         raise HeadError(f"a draft vocabulary is a list of token ids, not {vocab_ids.dtype} {list(vocab_ids.shape)}")
     if len(vocab_ids) == 0:
@@ -154,9 +124,7 @@ def check_vocab_ids(vocab_ids: Tensor, vocab_size: int | None = None) -> Tensor:
 
 def most_frequent_ids(counts: Tensor, size: int) -> Tensor:
     """The `size` most frequent tokens, counts [V] -> int64 [size] ascending; ties go to the smaller id.
-
-    Raises HeadError for a size outside 1..V.
-    """
+    Raises HeadError for a size outside 1..V."""
     if not 1 <= size <= len(counts):
         raise HeadError(f"draft vocabulary size {size} is out of range; allowed: 1 to {len(counts)}, the vocabulary")
     return counts.argsort(descending=True, stable=True)[:size].sort().values

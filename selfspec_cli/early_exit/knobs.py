@@ -1,10 +1,7 @@
 """What a setting is, declared with its dataclass field: help, unit, range, choices, keys. Free of torch.
 
 A schema is any dataclass whose fields are made by `knob`, or are such dataclasses themselves; other fields are no
-settings. Validation, `--help`, `selfspec options` and docs/reference.md read it.
-"""
-
-from __future__ import annotations
+settings. Validation, `--help`, `selfspec options` and docs/reference.md read it."""
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -21,14 +18,12 @@ _METADATA = "knob"
 @dataclass(frozen=True)
 class Knob:
     """One setting; its name, type and default are the dataclass field's.
-
     help: one line. unit: of a number. low, high: least and greatest value allowed; above: values must be greater.
-    because: why, for messages. limits: the range in words where it depends on something else; other code checks it.
-    choices: the words allowed, such as a registry. unset: what None means. spec_keys: its keys in a
-    speculative_config, the first being the one that selfspec writes. of_vllm: those keys are vLLM's own, and are handed
-    on to it. methods: the methods that use it; empty where all do. arm: two of its values are two arms, which it tells
-    apart by itself in keys, rows and tuned files. rare: hardly anybody needs it; shown by `selfspec options --all`.
-    """
+    because: why, for messages. limits: the range in words where other code checks it. choices: the words allowed, such
+    as a registry. unset: what None means. spec_keys: its keys in a speculative_config, the first being the one that
+    selfspec writes. of_vllm: those keys are vLLM's own, and are handed on to it. methods: the methods that use it;
+    empty where all do. arm: two of its values are two arms, which it tells apart by itself in keys, rows and tuned
+    files. rare: shown by `selfspec options --all`."""
 
     help: str
     unit: str = ""

@@ -2,8 +2,7 @@
 
 As users write it: "33:3 129:0 129@8192:2" drafts at most the engine's k tokens up to 32 running requests, 3 from 33 on,
 and none from 129 on, but 2 for a request of 8192 tokens of context or more. vLLM's own
-`num_speculative_tokens_per_batch_size` is read too.
-"""
+`num_speculative_tokens_per_batch_size` is read too."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ class Cell:
 @dataclass(frozen=True)
 class LengthTable:
     """Entries in the order of their loads, and of their contexts within one load; the first is for any batch.
-
-    Every load has an entry for any context, so the entry in force is the last one that is reached.
-    """
+    Every load has an entry for any context, so the entry in force is the last one that is reached."""
 
     cells: tuple[Cell, ...]
 
@@ -84,8 +81,7 @@ class LengthTable:
 
     @classmethod
     def from_vllm(cls, ranges: object, k: int) -> LengthTable:
-        """The table for vLLM's list of (first, last, k): after each range its length goes on. Lengths are cut to `k`,
-        as vLLM cuts them. Raises SettingsError."""
+        """The table for vLLM's list of (first, last, k), lengths cut to `k` as vLLM cuts them. Raises SettingsError."""
         if not isinstance(ranges, (list, tuple)) or not ranges:
             raise SettingsError(
                 f"{VLLM_KEY} = {ranges!r} must be a list of [first batch size, last batch size, tokens]"

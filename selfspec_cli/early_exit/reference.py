@@ -60,11 +60,8 @@ def confident(threshold: float) -> Gate:
 def propose(
     draft: Model, cache: Tensor, text: Sequence[int], k: int, gate: Gate, temperature: float, draw: Draw
 ) -> tuple[list[int], list[Tensor]]:
-    """Draft up to k tokens after `text`; also the probabilities [V] that each was drawn from.
-
-    There is nothing to prefill. The draft is the model's own first layers, so the cache already holds their keys and
-    values for every token of `text` but the newest.
-    """
+    """Draft up to k tokens after `text`; also the probabilities [V] that each was drawn from. Nothing is prefilled: the
+    cache holds the first layers' keys and values for every token of `text` but the newest."""
     guesses: list[int] = []
     drawn_from: list[Tensor] = []
     while len(guesses) < k:
@@ -123,10 +120,8 @@ def generate(
     draw: Draw = at_random,
 ) -> tuple[list[int], list[Round]]:
     """`length` tokens after `prompt`, and the rounds that made them; the last round may go beyond the length.
-
     full: all layers. draft: anything cheaper that keeps the same cache, as `partial(decoder, layers=E)`.
-    draft_temperature: of the drafts alone, if it is another; it changes how many are accepted, and no output.
-    """
+    draft_temperature: of the drafts alone, if it is another; it changes how many are accepted, and no output."""
     drafts_at = temperature if draft_temperature is None else draft_temperature
     text = [*prompt, draw(probabilities(full(prompt, cache, 0)[-1], temperature))]
     rounds = []

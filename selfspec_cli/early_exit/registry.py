@@ -1,7 +1,6 @@
-"""Objects by name: those of this package, one module each, and those that installed packages offer as entry points.
+"""Objects by name: those of this package's modules, and those that installed packages offer as entry points.
 
-Free of torch, because settings are checked against these names wherever a user types them.
-"""
+Free of torch, because settings are checked against these names wherever a user types them."""
 
 import importlib
 import pkgutil
@@ -16,20 +15,14 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """A mapping from names to objects, filled when it is first read.
+    """A mapping from names to objects, filled when it is first read: the object called `first`, this package's other
+    objects by name, then other packages' objects by name.
+    noun: what an object is called in messages. kind: the class of every object. package: every object of that class in
+    one of its modules is added. group: entry points of this group add theirs, under new names. An entry point that
+    cannot be loaded is left out, and asking for it by name says why."""
 
-    noun: what an object is called in messages. kind: the class of every object. package: each of its modules that has
-    the attribute `attribute` adds that object. group: entry points of this group add theirs, under new names. An entry
-    point that cannot be loaded is left out, and asking for it by name says why.
-
-    Order: the object called `first`, this package's other objects by module name, then other packages' objects by
-    name.
-    """
-
-    def __init__(
-        self, noun: str, kind: type[T], package: str, attribute: str, group: str, *, first: str | None = None
-    ) -> None:
-        self.noun, self.package, self.attribute, self.group, self.first = noun, package, attribute, group, first
+    def __init__(self, noun: str, kind: type[T], package: str, group: str, *, first: str | None = None) -> None:
+        self.noun, self.package, self.group, self.first = noun, package, group, first
         self.kind: type[Any] = kind
 
     def __getitem__(self, name: str) -> T:
@@ -58,7 +51,7 @@ class Registry(Mapping[str, T]):
 
     @cached_property
     def _loaded(self) -> tuple[dict[str, T], dict[str, str]]:
-        built_in = sorted(self._built_in(), key=lambda thing: thing.name != self.first)
+        built_in = sorted(self._built_in(), key=lambda thing: (thing.name != self.first, thing.name))
         objects = {thing.name: thing for thing in built_in}
         broken: dict[str, str] = {}
         for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
@@ -74,9 +67,8 @@ class Registry(Mapping[str, T]):
     def _built_in(self) -> Iterator[Any]:
         package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
-            thing = getattr(importlib.import_module(module.name), self.attribute, None)
-            if thing is not None:
-                yield thing
+            members = vars(importlib.import_module(module.name)).values()
+            yield from (thing for thing in members if isinstance(thing, self.kind))
 
     def _load(self, point: EntryPoint, taken: Mapping[str, T]) -> Any:
         thing: Any = point.load()

@@ -1,10 +1,11 @@
-"""A speculative_config as users write it -> the draft settings that an engine works with. Free of torch."""
+"""A speculative_config as users write it -> the draft settings that an engine works with; and what one request may ask,
+in vLLM's `extra_args` (over HTTP: `vllm_xargs`). Free of torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +19,7 @@ from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_file, read_metadata, spec_of
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.knobs import Option
-from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
+from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, Cell, LengthTable
 from selfspec_cli.early_exit.settings import (
     AUTO,
     DRAFT_LENGTH,
@@ -40,9 +41,7 @@ measured ("Do free drafts pay in an engine?" in results/LOG.md)."""
 
 class ResolvedSettings(DraftSettings):
     """Draft settings as an engine works with them: E, k and the threshold are filled in.
-
-    Plain values only, so that they travel as JSON in vLLM's additional_config.
-    """
+    Plain values only, so that they travel as JSON in vLLM's additional_config."""
 
     layer: int
     k: int
@@ -81,8 +80,7 @@ class ResolvedSettings(DraftSettings):
 
     @property
     def free_requests(self) -> int:
-        """Running requests up to which a table of lengths does not limit free drafts, because a verify pass has room
-        for them; 0 without free drafts."""
+        """Running requests up to which a verify pass has room for free drafts, whatever a table says; or 0."""
         return PLACES_AT_HAND // (self.free_drafts + 1) if self.free_drafts else 0
 
     @property
@@ -112,11 +110,9 @@ class ResolvedSettings(DraftSettings):
         cls, spec: Mapping[str, Any], num_layers: int, *, passthrough: Collection[str] = ()
     ) -> ResolvedSettings:
         """Settings from a speculative_config as users write it, for a model of `num_layers` layers.
-
         A key whose value is None counts as not given. Keys in `passthrough` (vLLM's own) are left alone, except its
-        list of lengths by batch size, which becomes the table of lengths.
-        Raises SettingsError for an unknown key, a wrong type, or a value out of range.
-        """
+        list of lengths by batch size, which becomes the table of lengths. Raises SettingsError for an unknown key, a
+        wrong type, or a value out of range."""
         if spec.get("method") in METHOD_ALIASES:
             spec = {**spec, "method": METHOD_ALIASES[spec["method"]]}
         for key in spec:
@@ -268,9 +264,7 @@ def _threshold(spec: Mapping[str, Any], gate: str) -> float | None:
 
 def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list[str]:
     """A warning of a threshold that can never close, or (but for rounding) never open, its gate.
-
-    vocab_size: size of the draft vocabulary, which bounds entropy and varentropy; unknown is taken as very large.
-    """
+    vocab_size: size of the draft vocabulary, which bounds entropy and varentropy; unknown is taken as very large."""
     rule, threshold = GATES[settings.gate.kind], gate_threshold(settings)
     if rule.key is None or threshold is None:
         return []
@@ -293,9 +287,7 @@ FLAT_PERPLEXITY, FLAT_VOCABULARY = 3850, 4096  # of a least-squares head without
 
 def metadata_of(file: Path) -> HeadMetadata:
     """The metadata of a head, from a .safetensors file's header, or from a .pt file, for which torch is imported.
-
-    Raises HeadError for a file that is missing, damaged or foreign.
-    """
+    Raises HeadError for a file that is missing, damaged or foreign."""
     if file.suffix == ".pt":
         from selfspec_cli.early_exit.artifact import load_head
 
@@ -305,10 +297,8 @@ def metadata_of(file: Path) -> HeadMetadata:
 
 def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int | None = None) -> str | None:
     """A warning of a gate that meets a head whose outputs are no distribution; None where that cannot be said either.
-
-    Such a head has rows of its own and was solved by least squares, without a scale in its file (`fitting.py`).
-    path: a head file, or a directory of heads for `layer`; None is the lens.
-    """
+    Such a head has rows of its own and was solved by least squares, without a scale in its file (`fitting.py`). path: a
+    head file, or a directory of heads for `layer`; None is the lens."""
     if path is None or GATES[gate].key is None:
         return None
     try:
@@ -323,3 +313,48 @@ def flat_head_warning(gate: str, path: str | os.PathLike[str] | None, layer: int
         f"scale had a perplexity of {FLAT_PERPLEXITY:,} over {FLAT_VOCABULARY:,} tokens (results/LOG.md, "
         "results/published/quality.jsonl.xz); fit it again with `selfspec fit-lsq`, which fits a scale"
     )
+
+
+# ---- one request's own -----------------------------------------------------------------------------------------------
+
+PREFIX = "selfspec_"
+K, THRESHOLD = REQUEST_KEYS = (f"{PREFIX}k", f"{PREFIX}threshold")
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """A request's own. k: most tokens a round, 0 for no drafts; threshold: of the engine's gate. None: the engine's."""
+
+    k: int | None = None
+    threshold: float | None = None
+
+    @classmethod
+    def of(cls, extra_args: Mapping[str, Any] | None, settings: ResolvedSettings) -> RequestSettings:
+        """A request's own settings. Keys that do not begin with `selfspec_` are somebody else's.
+        Raises SettingsError for an unknown key, a wrong type, or a value out of range."""
+        given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(PREFIX)}
+        if not given:
+            return NOTHING
+        for key in given:
+            if key not in REQUEST_KEYS:
+                raise SettingsError(closest(key, REQUEST_KEYS, "request setting"))
+        k, threshold = given.get(K), given.get(THRESHOLD)
+        whole = isinstance(k, Integral) and not isinstance(k, bool)
+        if k is not None and not (whole and 0 <= int(k) <= settings.k):
+            raise SettingsError(
+                f"{K} = {k!r} is out of range; allowed: whole numbers from 0 (no drafts) to the "
+                f"engine's k, {settings.k}"
+            )
+        if threshold is not None:
+            threshold = check_threshold(settings.gate.kind, threshold, THRESHOLD)
+        return cls(None if k is None else int(k), threshold)
+
+
+NOTHING = RequestSettings()
+
+
+def switched_off_by(cell: Cell, own: RequestSettings) -> str | None:
+    """Which of `counters.REASONS` keeps a request from being drafted for: the table's entry before its own wish."""
+    if not cell.k:
+        return "context" if cell.context else "load"
+    return "request" if own.k == 0 else None

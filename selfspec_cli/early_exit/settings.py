@@ -1,9 +1,6 @@
 """What a user may ask of early-exit drafting: the one definition of every draft setting. Free of torch.
 
-The command line's config inherits `DraftSettings`; `resolved.py` reads a speculative_config.
-"""
-
-from __future__ import annotations
+The command line's config inherits `DraftSettings`; `resolved.py` reads a speculative_config."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,10 +40,8 @@ class GateConfig:
 @dataclass
 class HeadConfig:
     """The exit head. Without a path it is looked up in `head_dir` by model, layer and the fields here.
-
     target, rank, bias: what `head=NAME` says besides the kind, as in lsq_argmax, translator_r15 and translator_bias
-    (`HeadSpec`); no settings of their own.
-    """
+    (`HeadSpec`); no settings of their own."""
 
     kind: str = knob(
         "lens",
@@ -207,11 +202,8 @@ def arm_settings(settings: DraftSettings) -> dict[str, Any]:
 
 
 def to_spec(settings: DraftSettings) -> dict[str, Any]:
-    """Settings as a user would write them in a speculative_config, with the threshold in force.
-
-    Head, draft vocabulary and context only where they are not the default, the kind of a head only where no file says
-    it.
-    """
+    """Settings as a user would write them in a speculative_config, with the threshold in force. Head, draft vocabulary
+    and context only where they are not the default, the kind of a head only where no file says it."""
     spec: dict[str, Any] = {}
     for option in OPTIONS.values():
         about = option.knob

@@ -1,7 +1,6 @@
 """The words of the first sprint's documents (LAYERSKIP, EE_GATE, --ee_weight, ...) as the settings of today.
 
-Nothing reads the old words; whoever meets one answers with the line to type. Free of torch, vLLM and Typer.
-"""
+Nothing reads the old words; whoever meets one answers with the line to type. Free of torch, vLLM and Typer."""
 
 import re
 import shlex
@@ -25,11 +24,9 @@ _WORD = re.compile(r"(--)?([A-Za-z_-]+)(?:=(.*))?")
 
 
 def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The old words among a command's arguments, by today's key, and the arguments that are left.
-
-    --layerskip 12, --layerskip=12 and LAYERSKIP=12 are alike, dashes are underscores, and forward_partial has a layer
-    or none. Today's own words (layer=12, `layer_skip` as a value) are left.
-    """
+    """The old words among a command's arguments, by today's key, and the arguments that are left. --layerskip 12,
+    --layerskip=12 and LAYERSKIP=12 are alike, dashes are underscores, and forward_partial has a layer or none. Today's
+    own words (layer=12, `layer_skip` as a value) are left."""
     old: dict[str, str] = {}
     rest: list[str] = []
     words = iter(arguments)
@@ -44,11 +41,8 @@ def in_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def settings(old: Mapping[str, str]) -> dict[str, str]:
-    """Today's settings from the old words of `in_arguments`; method=baseline alone where they mean off.
-
-    A gate may carry its threshold (varH,5). A threshold without a gate chooses its gate; one that the gate does not use
-    is left out. Raises SettingsError for an unknown gate or a wrong value.
-    """
+    """Today's settings from the old words of `in_arguments`; method=baseline alone where they mean off. A threshold
+    alone chooses its gate; one that the gate does not use is left out. Raises SettingsError for unknown values."""
     partial = old.get("forward_partial")
     layer = old.get("layer", partial)
     if layer is not None and layer.strip() == "0":

@@ -1,8 +1,6 @@
-"""What drafts: a view of the model, from which keys, labels, columns, tuned files, validation and bytes are taken.
-
-A view is layers (the first E, without those that are skipped), the weights that they run on, the context that they
-attend to, and the head with its draft vocabulary. How much is drafted, and when, is no part of it. Free of torch.
-"""
+"""What drafts: a view of the model, from which keys, labels, columns, tuned files, validation and bytes are taken:
+layers (the first E, without those that are skipped), the weights that they run on, the context that they attend to, and
+the head with its draft vocabulary. How much is drafted, and when, is no part of it. Free of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec_cli.early_exit.contexts import SETTING, Context, context_of, own_keys
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import HeadSpec
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.settings import DraftSettings
@@ -30,13 +28,10 @@ LAYERS_FORM = "layers counted from 0, and ranges of them, such as 10-15,20"
 
 @dataclass(frozen=True)
 class DraftView:
-    """Which part of the model drafts.
-
-    layer: E; None where the model's size is still to say. skipped: layers below E that do not draft. weights: of
-    DRAFT_WEIGHTS. weights_path: the file that the copies are read from; None rounds them at the start. context: what a
-    draft step attends to. head: the fields of the exit head that are not at their default, by name. vocab: full, a
-    number of tokens, or a file of token ids.
-    """
+    """Which part of the model drafts. layer: E; None where the model's size is still to say. skipped: layers below E
+    that do not draft. weights: of DRAFT_WEIGHTS; weights_path: the file that copies are read from, None rounds them at
+    the start. context: what a draft step attends to. head: its fields that are not at their default, by name. vocab:
+    full, a number of tokens, or a file."""
 
     layer: int | None = None
     skipped: tuple[int, ...] = ()
@@ -49,9 +44,7 @@ class DraftView:
     @classmethod
     def of(cls, settings: DraftSettings) -> DraftView:
         """The view that draft settings name. Method "skip" decodes by layers, head and vocabulary alone.
-
-        Raises SettingsError for layers or a context that are written in no way that there is.
-        """
+        Raises SettingsError for layers or a context that are written in no way that there is."""
         head = settings.head
         default = type(head)()
         changed = tuple((name, value) for name, value in vars(head).items() if value != getattr(default, name))
@@ -108,8 +101,7 @@ class DraftView:
         return [*words, f"vocab={self.vocab}", *(f"{name}={value}" for name, value in self.options().items())]
 
     def columns(self) -> dict[str, Any]:
-        """Columns of a row for weights, layers and context; `record.tables.identity` has those of E, head and
-        vocabulary."""
+        """Columns of a row for weights, layers and context; `record.tables.identity` has the others."""
         return {
             "draft_weights": self.weights,
             "skip_layers": as_text(self.skipped),
@@ -121,9 +113,7 @@ class DraftView:
 
 def skipped_layers(value: object) -> tuple[int, ...]:
     """Layers to skip, ascending, each once: from text such as "10-15,20" (ends included), or from a list of integers.
-
-    None and "" skip none. Raises SettingsError, naming the part that is neither.
-    """
+    None and "" skip none. Raises SettingsError, naming the part that is neither."""
     if value is None:
         return ()
     if isinstance(value, str):

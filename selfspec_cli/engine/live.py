@@ -19,7 +19,7 @@ from typing import Any
 from selfspec_cli import interrupts
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConfig, Runner
-from selfspec_cli.early_exit import counters, request_settings
+from selfspec_cli.early_exit import counters, resolved
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
@@ -146,7 +146,7 @@ class Engine(Tokens):
                 ignore_eos=True,
                 detokenize=detokenize,
                 seed=seed + number if temperature > 0 else None,
-                extra_args=None if self._length is None else {request_settings.K: self._length},
+                extra_args=None if self._length is None else {resolved.K: self._length},
             )
 
         before, own = self.verify_counts(), self._drafting()

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec_cli.early_exit.registry import Registry
 from selfspec_cli.load_patterns.base import LoadPattern
 
-PATTERNS = Registry(
-    "load pattern", LoadPattern, "selfspec_cli.load_patterns", "PATTERN", "selfspec.load_patterns", first="closed"
-)
+PATTERNS = Registry("load pattern", LoadPattern, "selfspec_cli.load_patterns", "selfspec.load_patterns", first="closed")
 
 if TYPE_CHECKING:
     from selfspec_cli.load_patterns.closed import ClosedSettings

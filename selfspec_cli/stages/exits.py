@@ -6,7 +6,7 @@ length: a log of long ungated drafts tells what every gate and every shorter dra
 
 import hashlib
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,8 +130,15 @@ def one_at_a_time(open_engine: OpenEngine) -> Iterator[OpenEngine]:
         yield kept
 
 
-def survey(cfg: RunConfig, open_engine: OpenEngine, prompts: int, progress: Progress = ignore) -> Exit:
-    """Log and time one exit on an engine of its own. cfg: from `distinct`. prompts: requests logged."""
+def survey(
+    cfg: RunConfig,
+    open_engine: OpenEngine,
+    prompts: int,
+    progress: Progress = ignore,
+    enough: Callable[[], bool] = lambda: False,
+) -> Exit:
+    """Log and time one exit on an engine of its own. cfg: from `distinct`. prompts: requests logged, unless it is
+    `enough` after some of them."""
     with open_engine(cfg) as engine:
         cfg = replace(cfg, layer=engine.layer)
         # Other prompts than the workload's own, which stay unseen. Where the batch is larger than `prompts`, as many as
@@ -139,11 +146,13 @@ def survey(cfg: RunConfig, open_engine: OpenEngine, prompts: int, progress: Prog
         more = replace(cfg.workload, num_prompts=max(prompts, cfg.workload.batch))
         logged = replace(cfg, seed=cfg.seed + 1, workload=more)
         timed = replace(cfg, workload=replace(more, num_prompts=max(TIMED_PROMPTS, cfg.workload.batch)))
-        return Exit(cfg, record(engine, logged, progress), time_steps(engine, timed))
+        return Exit(cfg, record(engine, logged, progress, enough), time_steps(engine, timed))
 
 
-def record(engine: Engine, cfg: RunConfig, progress: Progress = ignore) -> DraftLog:
-    """Draft without a gate and log it, batch by batch. Raises ConfigError: nothing was drafted."""
+def record(
+    engine: Engine, cfg: RunConfig, progress: Progress = ignore, enough: Callable[[], bool] = lambda: False
+) -> DraftLog:
+    """Draft without a gate and log it, batch by batch until it is `enough`. Raises ConfigError: nothing was drafted."""
     work, prompts = cfg.workload, workload_prompts(cfg, engine)
     measure.apply(engine, Setting("none", None, int(cfg.k or 0)))
     with engine.recording() as read:
@@ -152,6 +161,8 @@ def record(engine: Engine, cfg: RunConfig, progress: Progress = ignore) -> Draft
             some = prompts[start : start + work.batch]
             engine.generate(some, work.output_len, batch=work.batch, temperature=work.temperature, seed=cfg.seed)
             progress(f"requests logged at {name_of(cfg)}", start + len(some), len(prompts))
+            if start + len(some) < len(prompts) and enough():
+                break
         log = read()
     if not len(log.drafted):
         raise ConfigError(f"workload.output_len={work.output_len}: nothing was drafted; generate more tokens")

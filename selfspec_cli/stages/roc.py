@@ -14,7 +14,6 @@ from selfspec_cli.config import tuned
 from selfspec_cli.config.model_files import folder_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import replay
-from selfspec_cli.early_exit import roc as curves
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.replay import Outcome
@@ -49,7 +48,7 @@ class Judgement:
 class RocResult:
     """Rows of the table, the files written, and the best gate over all exits."""
 
-    rows: list[curves.AucRow]
+    rows: list[replay.AucRow]
     exits: list[Judgement]
     files: dict[str, str] = field(default_factory=dict)
 
@@ -127,11 +126,11 @@ def judge(exit_: Exit) -> Judgement:
     return Judgement(replace(exit_, outcomes=tuple(best)), judged, oracle)
 
 
-def table(judgement: Judgement) -> list[curves.AucRow]:
+def table(judgement: Judgement) -> list[replay.AucRow]:
     """One row a gate."""
     log, fixed = judgement.judged, judgement.best["none"].speedup
     return [
-        curves.AucRow(
+        replay.AucRow(
             model=judgement.exit.cfg.model.name,
             E=int(judgement.exit.cfg.layer or 0),
             head=exits.exit_name(judgement.exit.cfg),
@@ -139,8 +138,8 @@ def table(judgement: Judgement) -> list[curves.AucRow]:
             gate=gate,
             drafted=int(log.drafted.sum()),
             accepted=int(log.accepted.sum()),
-            auc=curves.auc(log, gate),
-            auc_at_stake=curves.auc(log, gate, at_stake=True),
+            auc=replay.auc(log, gate),
+            auc_at_stake=replay.auc(log, gate, at_stake=True),
             threshold=outcome.setting.threshold,
             best_k=outcome.setting.k,
             expected_speedup=outcome.speedup,
@@ -154,7 +153,7 @@ def write(result: RocResult, folder: Path) -> dict[str, str]:
     """The table and the curves to `folder`."""
     panels = folder / "curves.json"
     atomic_write(panels, json.dumps({"panels": drawn(result.exits)}) + "\n")
-    return {"table": str(curves.write_table(result.rows, folder / "auc.csv")), "curves": str(panels)}
+    return {"table": str(replay.write_table(result.rows, folder / "auc.csv")), "curves": str(panels)}
 
 
 ASKED = {
@@ -172,10 +171,10 @@ def drawn(judgements: Sequence[Judgement]) -> list[dict[str, Any]]:
         taken = int(log.accepted.sum()) / max(drafted, 1)
         title = f"{exit_.cfg.model.name} {exits.name_of(exit_.cfg)}, {drafted:,} drafted, {taken:.0%} accepted"
         for at_stake, asked in ASKED.items():
-            areas = {name: curves.auc(log, name, at_stake=at_stake) for name in GATES if name in log.features}
+            areas = {name: replay.auc(log, name, at_stake=at_stake) for name in GATES if name in log.features}
             lines = []
             for area, name in sorted(((area, name) for name, area in areas.items() if area is not None), reverse=True):
-                false, true = curves.curve(log, name, at_stake=at_stake)
+                false, true = replay.curve(log, name, at_stake=at_stake)
                 lines.append({"gate": name, "auc": area, "false": _thinned(false), "true": _thinned(true)})
             panels.append({"title": title, "of": asked, "curves": lines})
     return panels

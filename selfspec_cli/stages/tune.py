@@ -154,7 +154,7 @@ def survey(
             late.append(cfg)
             continue
         try:
-            exit_ = _surveyed(cfg, file, open_engine, progress)
+            exit_ = _surveyed(cfg, file, open_engine, budget, progress)
         except Exception as error:
             interrupts.check()  # an engine whose processes got the interrupt too fails, which says nothing of it
             if not surveyed:
@@ -177,13 +177,22 @@ def promising(surveyed: Sequence[Exit]) -> list[Exit]:
     return [exit_ for exit_ in ranked if exit_.best.speedup >= NEAR * ranked[0].best.speedup][:ENGINES]
 
 
-def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, progress: Progress = ignore) -> Exit:
-    """One exit with all outcomes expected of it, best first; from the file, if an earlier run left it there."""
+def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, budget: Budget, progress: Progress) -> Exit:
+    """One exit with all outcomes expected of it, best first; from the file, if an earlier run left it there. Where
+    requests take long, those of the time before the race are enough, and the next run logs all."""
+    left_out = False
+
+    def enough() -> bool:
+        nonlocal left_out
+        left_out = budget.left < budget.seconds / 2
+        return left_out
+
     if file.is_file():
         exit_ = exits.load(cfg, file)
     else:
-        exit_ = exits.survey(cfg, open_engine, RECORDED, progress)
-        exits.save(exit_, file)
+        exit_ = exits.survey(cfg, open_engine, RECORDED, progress, enough)
+        if not left_out:
+            exits.save(exit_, file)
     settings = replay.settings_for(exit_.log, ("none", *exit_.log.features), range(1, LONGEST + 1))
     outcomes = (replay.replay(exit_.log, setting, exit_.costs) for setting in settings)
     ranked = tuple(sorted(outcomes, key=lambda outcome: -outcome.speedup))

@@ -1,22 +1,20 @@
 """Everything that touches vLLM's internals. Runs in vLLM's own processes; knows `early_exit` and nothing above itself.
 
-detection.py      is early exit asked for? The only code that runs in a plain engine, with hooks.py around vLLM's names
-patches.py        which names of vLLM are replaced, and why (data); compat.py replaces them
-subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners; overrides.py: how an engine
-                  gets them, wrap.py: how each is written
+hooks.py          is early exit asked for? The only code that runs in a plain engine
+patches.py        which names of vLLM are replaced, and why, and how
+subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners, and how an engine gets them;
+                  wrap.py: how each is written
 vllm_names.py     the names of vLLM that are imported
 releases/         the supported releases, how they differ, and which is installed; seams.toml is all that is used of
-                  vLLM, and admission.py looks for it in the source (source.py) of an untried release
+                  vLLM, and admission.py looks for it in the source of an untried release
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings;
-                  target_facts.py: the target and this machine, for the choice of what drafts; described.py: the log;
-                  strict.py: warnings become errors
+                  target_facts.py: the target and this machine, for the choice of what drafts; described.py: the log
 refusals.py       what early exit cannot do, refused by name before an engine starts
 compile_cache.py  what was compiled once is found again
 interpreted.py    the V2 model runner on a CPU, in Triton's interpreter, for tests
-decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
-trunk.py          the draft: a view of the target with some of its layers; shared weights, no copy unless asked for
+decoder.py        where the decoder layers of a loaded model are, whether they can be cut short, what a step reads
+trunk.py          the draft: a view of the target with some of its layers, and the positions of its steps
 exit_head.py      an exit head bound to the loaded model; live_gate.py: the gate of a running engine
-rope.py           positions of a draft step where the model counts them in several dimensions (M-RoPE)
 attention/        drafting.py: the draft's attention in place of vLLM's; one_query.py: the kernel for it
 contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 fused_step/       all decoder layers of a draft step as one kernel: models.py says of which models, drafting.py runs it,
@@ -27,31 +25,26 @@ weights/          what a draft step multiplies by. shared.py: the target's modul
                   rounds tokens for that
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
-                  lengths.py: how long each is drafted for; sampling.py: how it samples; processors.py: which requests
-                  draft nothing, such as those with min_p; thinking.py: thinking budgets
+                  lengths.py: how long each is drafted for; sampling.py: how it samples, and which requests draft
+                  nothing, such as those with min_p or a thinking budget
 v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
-fitting/          collect.py takes hidden states off forward passes, solve.py solves, tests and times heads in the
-                  worker; moments.py looks at what linear layers see, and makes copies for it
-observe/          profiler.py names what a profiler shows, and starts one; gpu_meter.py says how busy a GPU was;
-                  step_bytes.py counts what is read, watch.py what must not happen while drafting; metrics.py adds to a
-                  server's /metrics what drafting counted, transport.py takes it there
+fitting.py        takes hidden states off forward passes, solves and tests heads in the worker; looks at what linear
+                  layers see, and makes copies for it
+observe/          profiler.py names what a profiler shows, starts one, and says how busy a GPU was; watch.py counts what
+                  must not happen while drafting; metrics.py adds to a server's /metrics what drafting counted,
+                  transport.py takes it there
 planted/          faults that `selfspec verify` plants in each of its runs, to show that it finds them: worker.py is
                   that engine's worker, v1.py and v2.py the faults on each runner; wrap.py puts them in and out
-worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
-"""
+worker.py         calls from the driver into live workers: thresholds, counters, collection, memory"""
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice.
-
-    It replaces nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never
-    raises. With a vLLM that nobody has tried it waits for a request for early exit, which is taken if all that is
-    used is there, and refused with what moved if it is not.
-    """
+    """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice. It replaces
+    nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never raises."""
     try:
-        from selfspec_cli.vllm_plugin import compat
+        from selfspec_cli.vllm_plugin import patches
 
-        compat.register()
+        patches.register()
     except Exception as error:  # a damaged installation of selfspec must not take vLLM down
         import logging
 

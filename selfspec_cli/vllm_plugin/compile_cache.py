@@ -1,15 +1,13 @@
 """What was compiled once is found again.
 
-vLLM keeps what it compiles under a key that has the speculative configuration in it and the sizes of the steps that are
-captured as graphs, and compiles nothing else because of them: with each k the model and its view would be compiled
-anew. So an engine with early exit compiles both under the key that a plain engine has (`as_plain`). What a start
-measures of memory, vLLM may keep under the engine's own key (VLLM_ENABLE_STARTUP_PLAN), and that does depend on what
-drafts: `described.EarlyExitConfig` says so.
+vLLM keeps what it compiles under a key with the speculative configuration and the sizes of captured steps in it, so
+with each k the model and its view would be compiled anew. So an engine with early exit compiles both under the key that
+a plain engine has (`as_plain`). What a start measures of memory, vLLM may keep under the engine's own key
+(VLLM_ENABLE_STARTUP_PLAN), and that does depend on what drafts: `described.EarlyExitConfig` says so.
 
 On a CPU vLLM compiles by Inductor alone, so the ahead-of-time artifact that it saves holds a plain function. Its loader
-asks every artifact for a method that only those of vLLM's own compiler have, says "'function' object has no attribute
-'finalize_loading'", and compiles anew at each start. Without such artifacts PyTorch's own cache is used, and it works.
-"""
+asks every artifact for a method of vLLM's own compiler, says "'function' object has no attribute 'finalize_loading'",
+and compiles anew at each start. Without such artifacts PyTorch's own cache is used, and it works."""
 
 from __future__ import annotations
 
@@ -29,16 +27,13 @@ PLAIN_SIZES = "selfspec_plain_sizes"  # an attribute of the SpeculativeConfig, w
 
 def keep_on_cpu() -> None:
     """On a CPU let vLLM save no artifact that it cannot load. Only an engine with early exit gets here.
-
-    Engine processes inherit the variable, and read it as they compile. A user's own setting wins.
-    """
+    Engine processes inherit the variable, and read it as they compile. A user's own setting wins."""
     if vllm.current_platform.is_cpu():
         os.environ.setdefault(VARIABLE, "0")
 
 
 def remember_plain_sizes(config: vllm.VllmConfig, choose: Callable[[Any], Any]) -> None:
-    """Keep with `config` the sizes of graphs that it would have without speculation. choose: vLLM's way to choose them,
-    which is about to be used on `config` itself."""
+    """Keep with `config` the sizes of graphs of an engine without speculation. choose: vLLM's way to choose them."""
     plain = copy.copy(config)
     plain.speculative_config, plain.compilation_config = None, copy.copy(config.compilation_config)
     choose(plain)
@@ -58,10 +53,8 @@ def as_plain(vllm_config: vllm.VllmConfig) -> vllm.VllmConfig:
 
 
 def share_with_plain(modules: Iterable[nn.Module], vllm_config: vllm.VllmConfig) -> None:
-    """Have what vLLM will compile of a target compiled under the key of an engine without speculation. modules: from
-    the target's root to its decoder.
-
-    Call before the model's first forward; what is compiled already stays as it is."""
+    """Have vLLM compile a target under the key of an engine without speculation; call it before the model's first
+    forward. modules: from the target's root to its decoder."""
     if vllm_config.compilation_config.mode != vllm.CompilationMode.VLLM_COMPILE:
         return
     for module in modules:
@@ -76,8 +69,7 @@ def share_with_plain(modules: Iterable[nn.Module], vllm_config: vllm.VllmConfig)
 
 
 def count_times(models: Iterable[nn.Module], vllm_config: vllm.VllmConfig) -> None:
-    """Add what these took to compile to what the engine says of its start; vLLM counts it by the configuration that it
-    compiles with."""
+    """Add what these took to compile to what the engine says of its start; vLLM counts it by configuration."""
     own = vllm_config.compilation_config
     parts = (part for model in models for part in model.modules())
     found = {id(config): config for part in parts if (config := getattr(part, "compilation_config", own)) is not own}

@@ -1,21 +1,29 @@
-"""Where the decoder layers are in a model that vLLM has loaded, and how its loop over them can be cut short.
+"""Where the decoder layers are in a model of vLLM's, how its loop over them can be cut short, and what a step reads.
 
 Nothing is known by an architecture's name: the decoder is the module whose forward loops over a list of layers that it
 holds. In vLLM's own models that loop ends at `end_layer` (pipeline parallelism needs it); in a model of Hugging Face's,
-which vLLM runs through its Transformers backend, it ends where the list ends.
-"""
+which vLLM runs through its Transformers backend, it ends where the list ends."""
+
+from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from selfspec_cli.early_exit.errors import SettingsError
+
+if TYPE_CHECKING:
+    from selfspec_cli.vllm_plugin.exit_head import TargetHead
+    from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
+    from selfspec_cli.vllm_plugin.vllm_names import KVCacheConfig
+
 
 HEADS = ("lm_head", "output")
 BOTH_WAYS = "PrefillPrefixLMAttention"
@@ -25,11 +33,9 @@ BOTH_WAYS = "PrefillPrefixLMAttention"
 @dataclass(frozen=True)
 class Place:
     """Where a model has its decoder layers.
-
     root: the module that takes (input_ids, positions, intermediate_tensors) and returns what `compute_logits` takes.
     path: names that lead from it to the decoder, the module with the loop. name: of the decoder's list of layers.
-    ends_at_end_layer: whether the loop ends at the decoder's `end_layer`; else it ends with the list.
-    """
+    ends_at_end_layer: whether the loop ends at the decoder's `end_layer`, else with the list."""
 
     root: nn.Module
     path: tuple[str, ...]
@@ -53,11 +59,8 @@ class Place:
 
 
 def place_of(model: nn.Module) -> Place:
-    """Where the layers are inside a causal LM or a multimodal wrapper around one.
-
-    Raises SettingsError, naming the architecture, where no module's forward loops over layers that it holds, and where
-    a verify pass would be wrong: tokens of a step must not see later ones.
-    """
+    """Where the layers are inside a causal LM or a multimodal wrapper around one. Raises SettingsError, naming the
+    architecture, where no forward loops over layers, or tokens of a step see later ones, which spoils verify passes."""
     inner = _inside(model)
     if any(type(part).__name__ == BOTH_WAYS for part in inner.modules()):
         raise SettingsError(
@@ -92,9 +95,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def language_model(model: nn.Module) -> nn.Module:
     """The module that has the lm_head: the causal LM inside a multimodal wrapper; a causal LM is its own.
-
-    Some wrappers (Idefics3) hold a decoder without an lm_head, and have that themselves.
-    """
+    Some wrappers (Idefics3) hold a decoder without an lm_head, and have that themselves."""
     inner = _inside(model)
     return inner if any(hasattr(inner, name) for name in ("compute_logits", *HEADS)) else model
 
@@ -133,9 +134,7 @@ def _has_all(inner: nn.Module, layers: nn.ModuleList) -> bool:
 
 def _looped_over(module: nn.Module, end_layer: bool) -> str | None:
     """Name of the list of layers over which the forward of `module` loops; None for one that does not.
-
-    end_layer: whether loops count that end at `self.end_layer`, or those that end with the list.
-    """
+    end_layer: whether loops count that end at `self.end_layer`, or those that end with the list."""
     lists = {name for name, child in module.named_children() if isinstance(child, nn.ModuleList)}
     if not lists or (end_layer and not all(hasattr(module, name) for name in ("start_layer", "end_layer"))):
         return None
@@ -177,9 +176,7 @@ EMBEDDINGS = ("embed_tokens", "tok_embeddings", "word_embeddings")
 
 def input_embedding(model: nn.Module) -> nn.Module:
     """Token ids -> hidden states: what vLLM holds a vocabulary's rows with, or one of the usual names.
-
-    Raises SettingsError, naming the architecture, if there is none.
-    """
+    Raises SettingsError, naming the architecture, if there is none."""
     place = place_of(model)
     decoder: Any = place.decoder
     found = next((part for part in _outside_layers(decoder) if _is_vocabulary(part)), None)
@@ -202,7 +199,6 @@ def output_projection(model: nn.Module) -> nn.Module:
 
 
 def _outside_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of `module` that are in no list."""
     return (part for _, part in _by_depth(module))
 
 
@@ -214,3 +210,48 @@ def _is_vocabulary(module: nn.Module) -> bool:
 
 def has_experts(part: nn.Module) -> bool:
     return any("Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in part.modules())
+
+
+def step_bytes(
+    target: nn.Module, trunk: nn.Module, head: TargetHead, kv_cache: KVCacheConfig, fused: FusedStep | None = None
+) -> dict[str, float] | None:
+    """Bytes read by one full step, and by one draft step through `trunk` and `head`, for what is bound by memory.
+    Weights of the layers and the head, for the draft those that it runs on (copies, or those of `fused`, one kernel for
+    all layers); "..._kv_token": keys and values of one token of context. Embeddings are looked up, not read. None for a
+    mixture of experts, whose step reads only some of its weights."""
+    parts, lm_head = layers_of(target), output_projection(target)
+    if any(map(has_experts, parts)):
+        return None
+    exit_layers: tuple[nn.Module, ...] = trunk.drafting_layers  # type: ignore[assignment]
+    exit_parts = [*(() if fused is not None else exit_layers), *([lm_head] if head.reads_lm_head else [])]
+    own = [] if fused is None else fused.read_by_a_step()
+    groups = kv_cache.kv_cache_groups
+    a_layer = groups[0].kv_cache_spec.page_size_bytes / groups[0].kv_cache_spec.block_size
+    return {
+        "full": weight_bytes([*parts, lm_head]),
+        "draft": weight_bytes(exit_parts, [*head.tensors, *own]),
+        "full_kv_token": a_layer * len(parts),
+        "draft_kv_token": a_layer * len(exit_layers),
+    }
+
+
+def weight_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes that the weights of `modules`, and loose `tensors`, occupy: each storage and each submodule once. vLLM
+    packs linear weights on the CPU and empties the parameter; such a layer counts with the size that it had."""
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    own = [tensor for part in parts for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in [*own, *tensors]
+        if tensor.device.type != "meta" and tensor.numel()
+    }
+    return sum(storages.values()) + sum(_packed_bytes(part) for part in parts)
+
+
+def _packed_bytes(part: Any) -> int:
+    weight = getattr(part, "weight", None)
+    if not hasattr(part, "cpu_linear") or not isinstance(weight, torch.Tensor) or weight.numel():
+        return 0
+    # A layer that no rank shares, such as the router of experts, has no size per partition.
+    rows, columns = (getattr(part, f"{side}_size_per_partition", None) for side in ("output", "input"))
+    return int((rows or part.output_size) * (columns or part.input_size) * weight.itemsize)

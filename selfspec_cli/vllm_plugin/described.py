@@ -1,13 +1,10 @@
-"""What vLLM's log says of early exit, which to vLLM is a `draft_model`.
-
-Only an engine that was asked for early exit gets here.
-"""
+"""What vLLM's log says of early exit, which to vLLM is a `draft_model`. Plain engines do not get here."""
 
 import hashlib
 import json
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.vllm_names import SpeculativeConfig
 
 

@@ -33,10 +33,8 @@ SAME_LOGITS = 0.02
 @dataclass(frozen=True)
 class Projection:
     """The last product of a draft step.
-
     logits: x [n, hidden] -> [n, V'], the bias included. tensors: what that reads on this rank, apart from the bias
-    [V']. copied: the copy of weights that makes the logits, and the bias that its product adds.
-    """
+    [V']. copied: the copy of weights that makes the logits, and the bias that its product adds."""
 
     logits: Callable[[Tensor], Tensor]
     tensors: list[Tensor]
@@ -46,9 +44,7 @@ class Projection:
 
 def sharded(rows: Any, count: int, bias: Tensor | None, vllm_config: vllm.VllmConfig) -> Projection:
     """By this rank's share of `count` rows and that of the others; every rank calls it together, and has all logits.
-
-    rows: vLLM's ParallelLMHead (or one on copies). bias: [count] or None, kept whole.
-    """
+    rows: vLLM's ParallelLMHead (or one on copies). bias: [count] or None, kept whole."""
     with vllm.set_current_vllm_config(vllm_config):
         gather = vllm.LogitsProcessor(count)
 
@@ -74,9 +70,7 @@ def split(weight: Tensor, vllm_config: vllm.VllmConfig) -> vllm.ParallelLMHead:
 
 def gathered(shard: Tensor, rows: int) -> Tensor:
     """All rows of a weight that is split over ranks by rows, [rows, hidden], on every rank.
-
-    shard: this rank's rows, padded to the same number on every rank; padding is at the end of the whole.
-    """
+    shard: this rank's rows, padded to the same number on every rank; padding is at the end of the whole."""
     return vllm.tensor_model_parallel_all_gather(shard.contiguous(), dim=0)[:rows]
 
 
@@ -128,8 +122,7 @@ class TargetHead:
             return None
         if shards > 1:
             return self._over_ranks(target, lm_head, weights if copies else None, vllm_config)
-        bound = head.bind(None if lm_head is None else lm_head[:vocab_size])
-        weight, bias = bound.weight, bound.bias
+        weight, bias = head.bind(None if lm_head is None else lm_head[:vocab_size])
         if not copies:
             return Projection(lambda x: linear(x, weight, bias), [weight], bias)
         if fitted is not None and LM_HEAD in fitted.copies:
@@ -142,15 +135,13 @@ class TargetHead:
         self, target: nn.Module, shard: Tensor | None, copies: DraftWeights | None, vllm_config: vllm.VllmConfig
     ) -> Projection:
         """The projection over tensor-parallel ranks, each with its share of the rows, or with copies of them.
-
-        shard: this rank's share of the lm_head; None for a head with rows of its own.
-        """
+        shard: this rank's share of the lm_head; None for a head with rows of its own."""
         head, bias = self.head, None
         if shard is not None and head.vocab_ids is None:
             rows = language_model(target).lm_head  # split already
         else:
-            bound = head.bind(None if shard is None else gathered(shard, self.vocab_size))
-            rows, bias = split(bound.weight, vllm_config), bound.bias
+            weight, bias = head.bind(None if shard is None else gathered(shard, self.vocab_size))
+            rows = split(weight, vllm_config)
             head.drop_rows()  # each rank keeps its share of them
         if copies is not None:
             rows = on_copy(copies, vllm_config.model_config.dtype, rows, "lm_head")
@@ -158,8 +149,7 @@ class TargetHead:
 
     @property
     def copied(self) -> tuple[CopiedWeight, Tensor | None] | None:
-        """The copy that makes the logits, on this tensor-parallel rank, and the bias that its product adds; None where
-        no copy makes them."""
+        """The copy that makes the logits, on this tensor-parallel rank, and the bias that its product adds; or None."""
         return None if self._bound is None else self._bound.copied
 
     @property
@@ -203,13 +193,10 @@ class TargetHead:
 def load_exit_head(
     settings: ResolvedSettings, target: nn.Module, vllm_config: vllm.VllmConfig, fitted: FittedWeights | None = None
 ) -> TargetHead:
-    """The head that `settings` names, checked against this model and exit layer.
-
-    fitted: copies that were made from data, to take for the lm_head's.
-
-    On tensor-parallel ranks every rank must call it. Raises HeadError for a head of another model, layer or shape, a
-    file that cannot be read, or a draft vocabulary that the model or the head cannot have.
-    """
+    """The head that `settings` names, checked against this model and exit layer; every tensor-parallel rank must call
+    it.
+    fitted: copies that were made from data, to take for the lm_head's. Raises HeadError for a head of another model,
+    layer or shape, a file that cannot be read, or a draft vocabulary that the model or the head cannot have."""
     config = vllm_config.model_config
     vocab_size = int(config.get_vocab_size())
     head = ExitHead("lens")
@@ -228,11 +215,8 @@ def load_exit_head(
 
 
 def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: vllm.VllmConfig) -> FittedWeights | None:
-    """The copies, made from data (`selfspec fit-weights`), that `settings` name, checked against this model; None where
-    copies are rounded at load.
-
-    Raises SettingsError for a file of another model or another kind of copies, and on several ranks.
-    """
+    """The copies, made from data (`selfspec fit-weights`), that `settings` name, for this model; None: rounded at load.
+    Raises SettingsError for a file of another model or another kind of copies, and on several ranks."""
     if settings.draft_weights_path is None:
         return None
     refuse_fitted_copies(settings.draft_weights_path, vllm_config.parallel_config.tensor_parallel_size)
@@ -254,16 +238,12 @@ def fingerprint(target: nn.Module, vllm_config: vllm.VllmConfig) -> str:
     rows, vocab_size = embedding(target), int(config.get_vocab_size())
     if vllm_config.parallel_config.tensor_parallel_size > 1:  # the name must not depend on the number of ranks
         rows = gathered(rows, vocab_size)
-    rows = rows[:vocab_size]
-    return model_fingerprint(shape, rows)
+    return model_fingerprint(shape, rows[:vocab_size])
 
 
 def plain_lm_head(target: nn.Module, shards: int = 1) -> Tensor | None:
     """The lm_head's weight [V, hidden] where logits are exactly x @ weight^T; None where they are anything else.
-
-    shards: tensor-parallel ranks that the weight is split over; the weight returned is this rank's share. On such ranks
-    every rank must call it.
-    """
+    shards: tensor-parallel ranks, each of which must call it and gets its share of the weight."""
     lm_head, processor = output_projection(target), getattr(language_model(target), "logits_processor", None)
     weight = getattr(lm_head, "weight", None)
     plain = (

@@ -2,10 +2,7 @@
 
 vLLM's CPU build has a V2 runner and takes it where Triton has a backend called "cpu". Triton has none of its own, but
 its interpreter needs none: a stand-in that says it is active is enough. With a real backend for CPUs installed
-(triton-cpu), kernels are compiled, and nothing here is needed.
-"""
-
-from __future__ import annotations
+(triton-cpu), kernels are compiled, and nothing here is needed."""
 
 import os
 import sys
@@ -22,9 +19,7 @@ SWITCH = "TRITON_INTERPRET"
 
 def interpret_kernels() -> None:
     """Let vLLM find a Triton backend for CPUs in this process: one that is installed, or the interpreter.
-
-    Once is enough. Raises SettingsError if vLLM or Triton is imported already and has none, for both look once.
-    """
+    Once is enough. Raises SettingsError if vLLM or Triton is imported already and has none, for both look once."""
     if "vllm.triton_utils" in sys.modules and sys.modules["vllm.triton_utils"].HAS_TRITON:
         return
     installed = entry_points(group="triton.backends", name="cpu")
@@ -50,8 +45,7 @@ def behave_like_a_device() -> None:
     - There is no place of the largest element among NaN alone: rows that do no work have length 0, and attention over
       nothing is NaN on a CPU. NumPy's warnings of such numbers go too.
     - `tl.range` counts in Python's integers, which kernels cannot cast.
-    - Functions of libdevice return nothing; log1p is the one that vLLM's sampling calls.
-    """
+    - Functions of libdevice return nothing; log1p is the one that vLLM's sampling calls."""
     import numpy as np
     from triton import language
     from triton.language.extra import libdevice
@@ -91,11 +85,8 @@ def behave_like_a_device() -> None:
 
 
 def launch_quickly() -> None:
-    """Replace the functions of Triton's language once, and remember the types of arrays: the same results sooner.
-
-    The interpreter replaces them in each launch of a kernel and again in each function that a kernel calls, for which
-    it looks through hundreds of names, and writes a table of types down whenever it asks for the type of an array.
-    """
+    """Replace the functions of Triton's language once, and remember the types of arrays: the same results sooner. The
+    interpreter does both in each launch of a kernel, and again in each function that a kernel calls."""
     from triton import language
     from triton.runtime import interpreter
 

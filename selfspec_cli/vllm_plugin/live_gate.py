@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from selfspec_cli.early_exit.gates import GATES, Rule, check_threshold
-from selfspec_cli.early_exit.gates.distribution import Distribution
+from selfspec_cli.early_exit.gates import GATES, check_threshold
+from selfspec_cli.early_exit.gates.base import Distribution
 
 
 class LiveGate:
@@ -18,19 +18,13 @@ class LiveGate:
         """Change the gate. Raises SettingsError for an unknown gate, or a threshold out of its range."""
         checked = check_threshold(kind, threshold)
         rule = GATES[kind].rule(checked)
-        self._accept(rule)
         self.kind, self.threshold, self.rule = kind, checked, rule
         self._computes = None if rule.feature is None else GATES[rule.feature]  # whose statistic is compared
 
-    def _accept(self, rule: Rule) -> None:
-        """For subclasses: raises SettingsError for a rule that they cannot follow, before anything has changed."""
-
     def decide(self, logits: Tensor, state: Any) -> Tensor | None:
-        """Draft logits [n, V] -> bool [n], true where drafting goes on; None: all go on.
-
-        state: the round (v1/round.py), whose `limits` are compared with, and whose `previous` keeps a cumulative
-        statistic for the next step.
-        """
+        """Draft logits [n, V] -> bool [n], true where drafting goes on; None: all go on. state: the round
+        (v1/round.py), whose `limits` are compared with, and whose `previous` keeps a cumulative statistic for the next
+        step."""
         gate = self._computes
         if gate is None or gate.statistic is None:
             return None

@@ -1,7 +1,6 @@
 """What early exit cannot do is refused by name before an engine starts, with what to do instead.
 
-Each function raises SettingsError. docs/limits.md has a row for every one (tests/contract/test_compatibility.py).
-"""
+Each function raises SettingsError. docs/limits.md has a row for every one (tests/contract/test_compatibility.py)."""
 
 from __future__ import annotations
 
@@ -16,10 +15,7 @@ from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 def require_runner(device: str, v2: bool | None, has_triton: bool = True) -> None:
     """Raises SettingsError for a device without early exit, and on a CPU or on CUDA for the model runner without it.
-
-    v2: whether it is the V2 runner; None where vLLM chooses. has_triton: whether vLLM found a backend of Triton's, with
-    which a CPU has early exit on both runners.
-    """
+    v2: None where vLLM chooses. has_triton: with a backend of Triton's a CPU has early exit on both runners."""
     if device not in ("cpu", "cuda"):
         raise SettingsError(
             f"early exit is not supported on {device}; allowed: cpu and cuda; serve without a speculative_config"
@@ -66,11 +62,8 @@ def refuse_model(target: vllm.ModelConfig) -> None:
 
 def refuse_latents(target: vllm.ModelConfig, device: str | None = None) -> None:
     """Keys and values that are latent vectors (MLA), on a CPU. device: where vLLM runs; None asks it.
-
-    vLLM 0.32.0's backend CPU_MLA does not give the tokens of a verify pass what one token at a time gets: with n-gram
-    drafts, vLLM's own, greedy output of a tiny DeepSeek-V2 parts from the baseline's in its first tokens. With
-    VLLM_MLA_DISABLE=1, where such a model is no latent one for vLLM, it does so too.
-    """
+    vLLM 0.32.0's backend CPU_MLA does not give the tokens of a verify pass what one token at a time gets: with vLLM's
+    own n-gram drafts, greedy output of a tiny DeepSeek-V2 parts from the baseline's, with VLLM_MLA_DISABLE=1 too."""
     latent = target.use_mla or target.is_deepseek_mla
     if latent and (device or vllm.current_platform.device_type) == "cpu":
         raise SettingsError(
@@ -157,11 +150,9 @@ NARROWER = ("sliding_window", "attention_chunk_size", "rswa_window")
 
 
 def refuse_context(context: Context, groups: Iterable[vllm.AttentionGroup]) -> None:
-    """Drafts that attend to a part of the context read shortened block tables, which only attention to the whole
-    context can take.
-
-    groups: vLLM's attention groups that draft, of which several may share a KV cache group. Raises SettingsError.
-    """
+    """Drafts that attend to a part of the context read shortened block tables, for attention to the whole context
+    alone.
+    groups: vLLM's attention groups that draft, of which several may share a KV cache group. Raises SettingsError."""
     if context.is_full:
         return
     drafting = list(groups)

@@ -1,14 +1,11 @@
 """What requests ask of drafting: checked where they come in, and read where they run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
-from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.resolved import NOTHING, RequestSettings, ResolvedSettings
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 
@@ -24,9 +21,7 @@ def own_settings(sampling_params: Any, settings: ResolvedSettings) -> RequestSet
 
 def check(sampling_params: Any, settings: Mapping[str, Any]) -> None:
     """Refuse what a request asks for that this engine cannot honour; settings: the engine's, in their plain form.
-
-    Raises VLLMValidationError, which vLLM raises for its own parameters and answers over HTTP with status 400.
-    """
+    Raises VLLMValidationError, which vLLM raises for its own parameters and answers over HTTP with status 400."""
     if not sampling_params.extra_args:
         return  # as most do; the requests of a batch are taken in one after the other, and each waits for those before
     try:

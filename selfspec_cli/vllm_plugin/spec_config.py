@@ -5,8 +5,7 @@ the rejection sampler and the counters. Our own settings must reach the workers 
 
 - Method `layer_skip` compiles the same target whatever E, k and the gate are, so its settings are an attribute of the
   SpeculativeConfig object, which is pickled with it, and which compile_cache.py leaves out where vLLM compiles.
-- Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is in every key.
-"""
+- Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is in every key."""
 
 from __future__ import annotations
 
@@ -22,11 +21,10 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings, flat_head_warning, warnings_for
 from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
-from selfspec_cli.vllm_plugin import compile_cache, overrides, refusals, releases
+from selfspec_cli.vllm_plugin import compile_cache, refusals, releases, subclasses
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
-from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.target_facts import target_of
+from selfspec_cli.vllm_plugin.hooks import COLLECT_KEY, SETTINGS_KEY
+from selfspec_cli.vllm_plugin.target_facts import facts_of, target_of
 
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
@@ -37,8 +35,7 @@ VLLM_KEYS = (
     "synthetic_acceptance_length",
     "num_speculative_tokens_per_batch_size",
 )
-"""Of vLLM's own keys of a speculative_config, those that mean something for a draft that is the target itself; in every
-known release (see `vllm_keys`)."""
+"""vLLM's own keys that mean something for a draft that is the target itself, in every known release (`vllm_keys`)."""
 
 
 def settings_of(vllm_config: vllm.VllmConfig) -> ResolvedSettings | None:
@@ -59,10 +56,9 @@ def understand_layer_skip(
     target_model_config: vllm.ModelConfig,
     target_parallel_config: vllm.ParallelConfig,
 ) -> vllm.SpeculativeConfig | None:
-    """What `EngineArgs.create_speculative_config` makes of a request for early exit. original: vLLM's own method. The
-    arguments that it is given stay as they are."""
+    """What the original, `EngineArgs.create_speculative_config`, makes of a request for early exit; `self` stays."""
     set_strict(False)  # an engine before this one in the process may have been strict
-    overrides.name_in(self, target_parallel_config)
+    subclasses.name_in(self, target_parallel_config)
     spec = _spec_of(self)
     spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
     if spec["method"] not in METHODS:
@@ -86,8 +82,6 @@ def understand_layer_skip(
         refusals.refuse_adapters(self, target_model_config)
         refusals.refuse_gate(settings)
     if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
-        from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
-
         require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
         refusals.refuse_fitted_copies(settings.draft_weights_path, target_parallel_config.tensor_parallel_size)
     if settings.vocab != ResolvedSettings.vocab:  # before anything is loaded
@@ -120,9 +114,7 @@ def understand_layer_skip(
 
 def _spec_of(args: vllm.EngineArgs) -> dict[str, Any]:
     """The speculative_config, with what vLLM's options --spec-method, --spec-model and --spec-tokens put into it.
-
-    `vllm serve` accepts dashes in the keys of its JSON; so does the original.
-    """
+    `vllm serve` accepts dashes in the keys of its JSON; so does the original."""
     spec = {key.replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
     given = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
     ours = (args.spec_method or spec.get("method")) in METHODS
@@ -165,11 +157,8 @@ def _refuse_keys(spec: Mapping[str, Any]) -> None:
 
 
 def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: vllm.ModelConfig) -> dict[str, Any]:
-    """vLLM's own keys, for a method that has no draft model; `_draft_is_target` makes the target the draft.
-
-    Of a draft model vLLM reads the config anew and guesses the method from its name and its architecture: MiMo and
-    DeepSeek-V3 would become their own MTP heads, whatever method was given.
-    """
+    """vLLM's own keys, for a method that has no draft model: of one vLLM guesses the method from its config's name, so
+    that MiMo and DeepSeek-V3 would become their own MTP heads. `_draft_is_target` makes the target the draft."""
     # Lengths by load are ours to follow, also where they are written as vLLM writes them: it would capture its graphs
     # for the batch sizes of its list alone, and requests have lengths of their own.
     ours = {*USER_KEYS, VLLM_KEY} - {"method", "num_speculative_tokens"}
@@ -185,3 +174,26 @@ def _draft_is_target(config: vllm.SpeculativeConfig, target: vllm.ModelConfig) -
     config.draft_model_config = copy.copy(target)
     config.draft_model_config.runner_type = "draft"
     config.draft_tensor_parallel_size = config.target_parallel_config.tensor_parallel_size
+
+
+LOGGER = "vllm.selfspec"
+"""Below vLLM's own logger; every warning of this package in an engine's processes goes through it."""
+OF_CLIENTS = ("requests",)
+"""Modules that warn of what one client sent, which never ends an engine."""
+
+
+def _refuse(record: logging.LogRecord) -> bool:
+    """A filter that raises SettingsError in place of a warning, but for what is of a client."""
+    if record.levelno >= logging.WARNING and record.module not in OF_CLIENTS:
+        raise SettingsError(f"strict = True, and early exit warns: {record.getMessage()}")
+    return True
+
+
+def set_strict(on: bool) -> None:
+    """Of the engine that this process is about to make, or to be a worker of."""
+    logger = logging.getLogger(LOGGER)
+    if on == (_refuse in logger.filters):
+        return
+    (logger.addFilter if on else logger.removeFilter)(_refuse)
+    # A filter sees no more than the level lets through, and VLLM_LOGGING_LEVEL may keep warnings out of the log.
+    logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING) if on else logging.NOTSET)

@@ -1,4 +1,4 @@
-"""What the choice of a draft (early_exit/defaults.py) asks of the configured target and of this machine."""
+"""What the choice of a draft (early_exit/defaults.py), and copies of weights, ask of the target and this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from selfspec_cli.early_exit.defaults import Target
+from selfspec_cli.early_exit.draft_weights.base import WeightFacts
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 EXIT_LAYER = "early_exit_layer"
@@ -16,8 +17,6 @@ FEW_BITS = ("awq", "gptq", "bitsandbytes", "mxfp4", "fp4", "gguf", "int4", "w4")
 
 def target_of(args: vllm.EngineArgs, model: vllm.ModelConfig, parallel: vllm.ParallelConfig) -> Target:
     """The facts of an engine that is about to start."""
-    from selfspec_cli.vllm_plugin.weights.copied import facts_of
-
     config, ranks = model.hf_text_config, parallel.tensor_parallel_size
     bits = bits_of(model.quantization, getattr(model.hf_config, "quantization_config", None))
     parameters = linear_parameters(config) / ranks
@@ -42,6 +41,29 @@ def target_of(args: vllm.EngineArgs, model: vllm.ModelConfig, parallel: vllm.Par
         memory=memory,
         logits=float(requests * vocabulary),
     )
+
+
+def facts_of(target: vllm.ModelConfig, parallel: vllm.ParallelConfig) -> WeightFacts:
+    """What `DraftWeights.reason_against` asks of the target that vLLM has configured, and of this machine."""
+    platform = vllm.current_platform
+    capability = platform.get_device_capability() if platform.is_cuda() else None
+    return WeightFacts(
+        device="cuda" if platform.is_cuda() else "cpu",
+        dtype=str(target.dtype).removeprefix("torch."),
+        quantization=target.quantization or "",
+        is_moe=target.is_moe,
+        expert_parallel=bool(parallel.enable_expert_parallel),
+        row_lengths=_row_lengths(target, parallel),
+        capability=None if capability is None else (capability.major, capability.minor),
+        device_name=platform.device_name,
+    )
+
+
+def _row_lengths(target: vllm.ModelConfig, parallel: vllm.ParallelConfig) -> tuple[int, ...]:
+    """Lengths of a rank's rows of weights that every layer has, as far as the config names them."""
+    config, ranks = target.hf_text_config, parallel.tensor_parallel_size
+    intermediate = None if target.is_moe else getattr(config, "intermediate_size", None)
+    return (int(target.get_hidden_size()), *([] if not isinstance(intermediate, int) else [intermediate // ranks]))
 
 
 def bits_of(method: str | None, config: Mapping[str, Any] | None) -> float:

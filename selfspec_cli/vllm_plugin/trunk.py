@@ -6,21 +6,21 @@ target's. Inside it the decoder (decoder.py says where) has a list of layers of 
 out, and its loop ends after those that draft. Attention layers find their KV cache by name, so the view shares that
 too, and a layer that is left out has its keys and values written by the next verify pass, as every layer has. On CUDA
 the view's linear layers multiply by their weights in a way of their own (weights/shared.py), and its attention is one
-kernel (attention/).
-"""
+kernel (attention/)."""
 
 from __future__ import annotations
 
 import copy
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.fitted_weights import FittedWeights
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.view import as_text, drafting_layers
 from selfspec_cli.vllm_plugin import compile_cache
@@ -39,9 +39,6 @@ from selfspec_cli.vllm_plugin.weights.shared import (
 )
 from selfspec_cli.vllm_plugin.wrap import around
 
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.fitted_weights import FittedWeights
-
 
 def first_layers(
     model: nn.Module,
@@ -52,15 +49,12 @@ def first_layers(
     fitted: FittedWeights | None = None,
 ) -> nn.Module:
     """A module over the parameters of `model` that runs its first `layers` layers but `skipped`, and all after them.
-
-    Call it as `trunk(input_ids [n], positions [n], intermediate_tensors=None)` -> hidden states [n, hidden], as
+    Called as `trunk(input_ids [n], positions [n], intermediate_tensors=None)` it gives hidden states [n, hidden], as
     `compute_logits` takes them. Its `drafting_layers` are those that it runs, in its `drafting_decoder`;
-    `remade_layer(i)` makes number i of them anew (`layer_maker`). Where vLLM compiles the target in its own mode the
-    trunk is compiled too, as a function of its own, and a target that is not compiled yet gets the key of a plain
-    engine (compile_cache.py). draft_weights: a kind that makes copies (early_exit/draft_weights) puts them in place of
-    the linear weights of those layers; raises SettingsError where there can be none. fitted: copies that were made from
-    data, to take instead.
-    """
+    `remade_layer(i)` makes number i of them anew (`layer_maker`). Where vLLM compiles the target, the trunk is compiled
+    as a function of its own, and a target that is not compiled yet gets the key of a plain engine (compile_cache.py).
+    draft_weights: a kind that makes copies puts them in place of the linear weights of those layers; raises
+    SettingsError where there can be none. fitted: copies that were made from data, to take instead."""
     place = place_of(model)
     compile_cache.share_with_plain(place.modules, vllm_config)
     own, chosen = place.layers, drafting_layers(layers, skipped)
@@ -151,11 +145,9 @@ def _replacements(
 
 
 def _view(decoder: nn.Module, tag: str) -> nn.Module:
-    """A shallow copy (same parameters, same submodules) of a subclass whose `forward` is a function of its own.
-
-    Dynamo keeps compiled code by code object and vLLM drops all guards; one code object for two depths would run
-    whichever was compiled first. The name enters vLLM's cache key, so depths do not share an artifact on disk either.
-    """
+    """A shallow copy (same parameters, same submodules) of a subclass whose `forward` is a function of its own. Dynamo
+    keeps compiled code by code object and vLLM drops all guards; one code object for two depths would run whichever was
+    compiled first. The name enters vLLM's cache key, so depths do not share an artifact on disk either."""
     base: Any = type(decoder)
     forward = base.forward
     name = f"{forward.__name__}_{tag}"
@@ -220,17 +212,14 @@ def after_loading(original: Callable[..., None], self: Any, *args: Any, **kwargs
     if settings is not None and not settings.verify:
         _decode_with_first_layers(self.get_model(), settings, self.vllm_config)
     if layers:
-        from selfspec_cli.vllm_plugin.fitting.collect import Tap
+        from selfspec_cli.vllm_plugin.fitting import Tap
 
         Tap(self.get_model(), layers)
 
 
 def _decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm_config: vllm.VllmConfig) -> None:
-    """Method `skip`: the model itself ends after E layers and speaks through the exit head. Lossy.
-
-    Every path to the logits goes through `compute_logits`, so prompt log-probabilities (perplexity) are the truncated
-    model's own too.
-    """
+    """Method `skip`: the model itself ends after E layers and speaks through the exit head. Lossy. Every path to the
+    logits goes through `compute_logits`, so prompt log-probabilities (perplexity) are the truncated model's own too."""
     head = load_exit_head(settings, model, vllm_config)
     place = place_of(model)
     if place.ends_at_end_layer:
@@ -242,3 +231,24 @@ def _decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm
         return head.to_full_logits(head.logits(hidden_states))
 
     model.compute_logits = compute_logits  # type: ignore[assignment]
+
+
+class DraftPositions:
+    """What positions of draft steps are to the model: as they are, or moved and once for each dimension.
+    shifts: int64 [most], what each request of a round is moved by; CUDA graphs read it, so it is filled in place."""
+
+    def __init__(self, vllm_config: vllm.VllmConfig, most: int, device: torch.device) -> None:
+        """most: tokens of a step, or of the run in which vLLM measures memory."""
+        model = vllm_config.model_config
+        self.several = bool(model.uses_mrope)
+        self.shifts = torch.zeros(most if self.several else 0, dtype=torch.int64, device=device)
+        # One place more than is used keeps rows from being contiguous, which torch.compile would specialise on.
+        room = (model.mrope_num_dims, most + 1) if self.several else (0, 0)
+        self._room = torch.zeros(room, dtype=torch.int64, device=device)
+
+    def of(self, positions: Tensor) -> Tensor:
+        """int64 [n] -> what the model takes: the same, or [dimensions, n]. A row that does not draft stays at 0."""
+        if not self.several:
+            return positions
+        moved = self._room[:, : len(positions)]
+        return moved.copy_(positions).add_(self.shifts[: len(positions)]).clamp_min_(0)

@@ -3,10 +3,7 @@
 The plugin has them from here and nowhere else, and releases/seams.toml has the module of each, so that a name that
 moves is looked up in one place. Nothing of vLLM is imported before a name is asked for; a module that subclasses vLLM's
 classes, or asks in each step, imports the names themselves. Names of modules that are only compared, or looked up in
-`sys.modules`, stay where they are used (worker.WORKERS).
-"""
-
-from __future__ import annotations
+`sys.modules`, stay where they are used (worker.WORKERS)."""
 
 import importlib
 import tomllib

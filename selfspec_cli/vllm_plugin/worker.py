@@ -2,31 +2,31 @@
 
 `EarlyExitWorker` is mixed into vLLM's worker class (`worker_extension_cls`), so each method can be called by name:
 `llm.collective_rpc("early_exit_set_gate", args=("maxp", 0.4))`, also through a server. Plain values in, plain values
-out: they cross process borders.
-"""
-
-from __future__ import annotations
+out: they cross process borders."""
 
 import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+from selfspec_cli.early_exit.draft_weights import require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.heads import HeadSpec
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table
 from selfspec_cli.early_exit.settings import AUTO
 from selfspec_cli.vllm_plugin import vllm_names as vllm
+from selfspec_cli.vllm_plugin.target_facts import facts_of
 
 WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker", "CPUWorker"))
 
 
 def leave_worker_classes() -> None:
-    """Take this package's extensions out of vLLM's worker classes in this process; call it before an engine starts.
-
-    vLLM mixes an extension into its worker class for good, and then refuses another one that has names in common with
-    it. What the new engine wants is mixed in anew, so engines that still live keep their methods.
-    """
+    """Take this package's extensions out of vLLM's worker classes before an engine starts: vLLM mixes one in for good,
+    and then refuses another that has names in common with it. Engines that still live keep their methods."""
     for module, name in WORKERS:
         worker = getattr(sys.modules.get(module), name, None)
         if worker is not None:
@@ -36,11 +36,8 @@ def leave_worker_classes() -> None:
 
 
 def register_kernels_once() -> None:
-    """Let vLLM put its CPU kernels in place for the first engine of this process alone; call it before one starts.
-
-    vLLM does so for each engine, and searches every loaded module for what it replaces. llvmlite, which its n-gram
-    drafter loads, holds an object on which that search fails: '_lib_fn_wrapper' object has no attribute 'get'.
-    """
+    """Let vLLM put its CPU kernels in place for the first engine of this process alone. It searches every loaded
+    module, and fails on llvmlite, which its n-gram drafter loads: '_lib_fn_wrapper' object has no attribute 'get'."""
     original = vllm.dispatcher.register_kernels
     if hasattr(original, "__wrapped__"):
         return
@@ -90,34 +87,21 @@ class EarlyExitWorker:
         drafter.draft_length = k
 
     def early_exit_set_length_table(self, text: str | None) -> None:
-        """Other draft lengths by load (`length_table`) from the next round on; None: k for every load.
-
-        On CUDA the verify pass has the widths that the engine was started with, and so decode graphs for them: a length
-        between two of them is verified at the longer one. Raises SettingsError for what is no table of this engine, and
-        where the scheduler runs in another process than the worker.
-        """
-        from selfspec_cli.early_exit.length_table import LengthTable
-        from selfspec_cli.early_exit.resolved import checked_table
-
+        """Other draft lengths by load (`length_table`) from the next round on; None: k for every load. On CUDA a length
+        between two of the widths that the engine was started with is verified at the longer one, which has graphs.
+        Raises SettingsError for what is no table of this engine, and where the scheduler runs in another process than
+        the worker."""
         drafter = self._early_exit_drafter_with("set_table", "it has no table of draft lengths")
         settings = drafter.settings
         known = checked_table(text, settings.k)
         drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
 
     def early_exit_set_view(self, view: dict[str, Any]) -> None:
-        """Draft with other layers, weights or context from the next round on, on an eager engine.
-
-        view: the key layer_skip and those of `DraftView.options` of a speculative_config; what is left out is at its
-        default. Head, gate and draft length stay. Raises SettingsError for a view that there cannot be, after which the
-        old one drafts on, and on an engine that compiles: its code and its CUDA graphs are of the view that it was
-        started with.
-        """
-        from dataclasses import replace
-
-        from selfspec_cli.early_exit.draft_weights import require_draft_weights
-        from selfspec_cli.early_exit.resolved import ResolvedSettings
-        from selfspec_cli.vllm_plugin.weights.copied import facts_of
-
+        """Draft with other layers, weights or context from the next round on, on an eager engine. view: the key
+        layer_skip and those of `DraftView.options` of a speculative_config; what is left out is at its default. Head,
+        gate and draft length stay.
+        Raises SettingsError for a view that there cannot be, after which the old one drafts on, and on an engine that
+        compiles, whose code and CUDA graphs are of the view that it was started with."""
         drafter = self._early_exit_drafter_with("set_view", "it has no view to change")
         config = self.vllm_config.model_config
         if not config.enforce_eager:
@@ -170,7 +154,7 @@ class EarlyExitWorker:
 
     def early_exit_weights(self) -> dict[str, int]:
         """Bytes of the target's weights, and of what drafting adds (the exit head, copies of weights)."""
-        from selfspec_cli.vllm_plugin.observe.step_bytes import weight_bytes
+        from selfspec_cli.vllm_plugin.decoder import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()
         target = weight_bytes([runner.get_model()])
@@ -185,10 +169,8 @@ class EarlyExitWorker:
 
     def early_exit_step_bytes(self) -> dict[str, float] | None:
         """Bytes that one full step and one draft step read: weights, and keys and values a token of context.
-
-        None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights.
-        """
-        from selfspec_cli.vllm_plugin.observe.step_bytes import step_bytes
+        None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights."""
+        from selfspec_cli.vllm_plugin.decoder import step_bytes
 
         drafter = self._early_exit_drafter()
         if not hasattr(drafter, "head"):
@@ -199,9 +181,7 @@ class EarlyExitWorker:
 
     def early_exit_watch(self, on: bool) -> dict[str, dict[str, Any]] | None:
         """Begin to count what must not happen while drafting (early_exit/counters.py), or end it; the counts.
-
-        Raises SettingsError on an engine that does not draft with its own layers.
-        """
+        Raises SettingsError on an engine that does not draft with its own layers."""
         from selfspec_cli.vllm_plugin.observe.watch import Watch
 
         watch = self.__dict__.pop("_early_exit_watch", None)
@@ -230,7 +210,7 @@ class EarlyExitWorker:
 
     def early_exit_meter_start(self) -> None:
         """Begin a measurement of the GPU; nothing on the CPU."""
-        from selfspec_cli.vllm_plugin.observe.gpu_meter import Meter
+        from selfspec_cli.vllm_plugin.observe.profiler import Meter
 
         self._early_exit_meter = Meter(self.device)  # type: ignore[attr-defined]
 
@@ -244,9 +224,8 @@ class EarlyExitWorker:
     # ---- fitting ------------------------------------------------------------------------------------------------
 
     def early_exit_collect(self, heads: list[str], plan: dict[str, Any]) -> None:
-        """Begin to collect for `heads` (short names); plan: `wanted` and `ridge` of `collect.Collector`."""
-        from selfspec_cli.early_exit.head_spec import HeadSpec
-        from selfspec_cli.vllm_plugin.fitting.collect import Collector
+        """Begin to collect for `heads` (short names); plan: `wanted` and `ridge` of `fitting.Collector`."""
+        from selfspec_cli.vllm_plugin.fitting import Collector
 
         tap, config = self.model_runner.get_model().early_exit_tap, self.vllm_config.model_config
         specs = tuple(map(HeadSpec.from_name, heads))
@@ -254,7 +233,7 @@ class EarlyExitWorker:
 
     def early_exit_observe(self, layers: list[int] | None = None) -> None:
         """Begin to collect what the linear layers of `layers` see (all of them: None), anew."""
-        from selfspec_cli.vllm_plugin.fitting.moments import Moments
+        from selfspec_cli.vllm_plugin.fitting import Moments
 
         before = getattr(self, "_early_exit_moments", None)
         if before is not None:
@@ -264,9 +243,7 @@ class EarlyExitWorker:
 
     def early_exit_fit_weights(self, path: str, kind: str, about: dict[str, Any]) -> dict[str, Any]:
         """Make copies of the weights for what was collected, and save them; returns what is left of the error by layer.
-
-        Raises SettingsError where there can be no such copies.
-        """
+        Raises SettingsError where there can be no such copies."""
         from selfspec_cli.early_exit import fitted_weights
 
         moments = self._early_exit_moments
@@ -287,11 +264,8 @@ class EarlyExitWorker:
     def early_exit_fit(
         self, folder: str, about: dict[str, Any], vocabularies: dict[str, list[int]]
     ) -> list[dict[str, Any]]:
-        """Solve every planned head at every layer, over all tokens and over each draft vocabulary, test it, and save it
-        under `folder`; returns one plain report a head.
-
-        about: what the metadata say of the data (corpus, versions). vocabularies: tag -> token ids.
-        """
-        from selfspec_cli.vllm_plugin.fitting.solve import save_all
+        """Solve every planned head at every layer and vocabulary (tag -> token ids), test it, and save it under
+        `folder`; returns one plain report a head. about: what the metadata say of the data (corpus, versions)."""
+        from selfspec_cli.vllm_plugin.fitting import save_all
 
         return save_all(self.model_runner.get_model(), self.vllm_config, folder, about, vocabularies)

@@ -12,8 +12,7 @@ Function = Callable[..., Any]
 
 
 def around(function: Function) -> Callable[[Function], Function]:
-    """`function(original, *arguments)` as what makes a replacement: it is given vLLM's function or method, and returns
-    what takes its place, which is called with `arguments`."""
+    """`function(original, *arguments)` as what makes a replacement of vLLM's `original`, called with `arguments`."""
 
     @functools.wraps(function)
     def make(original: Function) -> Function:

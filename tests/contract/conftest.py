@@ -1,7 +1,5 @@
 """The source of each supported release, and a scheduler as an engine on CUDA makes it."""
 
-from __future__ import annotations
-
 import pytest
 from v2_engine import BLOCK, LEN, MOST, K
 from vllm_source import VARIABLE, Source, folder_of, sources

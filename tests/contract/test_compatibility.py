@@ -3,10 +3,7 @@
 The page says what works, and compatibility.toml names the test; what we refuse is refused here. A row is named by the
 beginning of its first cell.
 
-python tests/contract/test_compatibility.py      writes the tables of architectures and of fields into docs/limits.md
-"""
-
-from __future__ import annotations
+python tests/contract/test_compatibility.py      writes the tables of architectures and of fields into docs/limits.md"""
 
 import ast
 import dataclasses
@@ -46,8 +43,7 @@ class Row:
     """One line of the page's tables of three columns. table: the heading above it.
 
     Of what works, `shown` is where that was seen, such as "CPU, GPU (Gemma 3)", and note is what to know. Of what is
-    refused, shown is empty, note is the reason, and instead what the refusal has to advise.
-    """
+    refused, shown is empty, note is the reason, and instead what the refusal has to advise."""
 
     table: str
     what: str

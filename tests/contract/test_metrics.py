@@ -1,7 +1,5 @@
 """What drafting counts, on its way through vLLM's own classes to vLLM's own registry; starts no engine."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from types import SimpleNamespace

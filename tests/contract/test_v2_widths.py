@@ -1,7 +1,5 @@
 """How wide the V2 scheduler plans its verify passes, and the decode graphs there are for it; starts no engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +14,9 @@ from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, capture_every_width
 from selfspec_cli.vllm_plugin.v2 import graphs
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
 from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of, planners_like
-from selfspec_cli.vllm_plugin.v2.sizes import (
+from selfspec_cli.vllm_plugin.v2.widths import (
     MOST,
+    WidthPlanner,
     decode_sizes,
     mixed_sizes,
     most_requests,
@@ -25,7 +24,6 @@ from selfspec_cli.vllm_plugin.v2.sizes import (
     request_counts,
     widths,
 )
-from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
 
 pytestmark = pytest.mark.contract
 

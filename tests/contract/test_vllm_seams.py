@@ -1,7 +1,5 @@
 """What the plugin relies on in the vLLM that is installed; test_vllm_sources.py reads the source of each release."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re
@@ -25,16 +23,16 @@ from vllm_source import V1_PROPOSER, V2_SPECULATOR
 import selfspec_cli
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.stages.verify import run as verifying
-from selfspec_cli.vllm_plugin import compat, trunk
-from selfspec_cli.vllm_plugin.weights.copied import facts_of
+from selfspec_cli.vllm_plugin import patches, trunk
+from selfspec_cli.vllm_plugin.target_facts import facts_of
 from selfspec_cli.vllm_plugin.weights.shared import SharedLinear, multiplies_with_pytorch, on_own_weight
 
 pytestmark = pytest.mark.contract
 
 
-@pytest.mark.parametrize("patch", compat.PATCHES, ids=lambda patch: patch.target)
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.target)
 def test_patch_target_and_replacement_exist(patch):
-    found = {target: there for target, there, _ in compat.check()}
+    found = {target: there for target, there, _ in patches.check()}
     assert found[patch.target], f"vLLM moved {patch.target}"
     assert callable(pkgutil.resolve_name(patch.replacement))
 

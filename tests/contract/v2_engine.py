@@ -1,7 +1,5 @@
 """Requests, and a model runner of arithmetic for vLLM's own scheduler: what the V2 runner does, without a GPU."""
 
-from __future__ import annotations
-
 import queue
 import random
 from collections import defaultdict, deque
@@ -17,8 +15,7 @@ class Runner:
     """In place of the V2 runner: of the places in a step it accepts as many drafts as were made and are right.
 
     made: what each request drafted for its next step, within the width that the scheduler announced. lengths: of each
-    step without prefills, the number of requests and the places that they had.
-    """
+    step without prefills, the number of requests and the places that they had."""
 
     def __init__(self, rate, asked):
         self.draw, self.rate, self.asked = random.Random(0), rate, asked
@@ -160,8 +157,7 @@ def alternating():
     """In place of a reader's orders: one `Order` for every load, which says the other one each time that it is asked.
 
     It decides nothing by times: for that the reader would ask again, and with two questions a step every step would
-    have the same order.
-    """
+    have the same order."""
     from selfspec_cli.vllm_plugin.v2.step_order import Order
 
     class ByTurns(Order):

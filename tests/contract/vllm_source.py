@@ -9,8 +9,7 @@ there is no package index, what needs the files is skipped.
 
 --runnable makes a folder of one release that runs on a CPU, and prints its path, which belongs first on PYTHONPATH:
 these files with the compiled extension of the vLLM that is installed. A release without a build for CPUs runs the tests
-of the V2 model runner this way (`make v2-on RELEASE=0.33.0`), if it calls the operators as the installed one does.
-"""
+of the V2 model runner this way (`make v2-on RELEASE=0.33.0`), if it calls the operators as the installed one does."""
 
 import ast
 import importlib.util
@@ -23,9 +22,8 @@ import zipfile
 from pathlib import Path
 
 from selfspec_cli.vllm_plugin import releases
-from selfspec_cli.vllm_plugin.releases import source
-from selfspec_cli.vllm_plugin.releases.source import assigned_on_self as assigned_on_self
-from selfspec_cli.vllm_plugin.releases.source import top_level
+from selfspec_cli.vllm_plugin.releases import admission
+from selfspec_cli.vllm_plugin.releases.admission import assigned_on_self as assigned_on_self
 
 VARIABLE = "SELFSPEC_VLLM_SOURCES"
 
@@ -36,7 +34,7 @@ V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
-class Source(source.Source):
+class Source(admission.Source):
     """What only tests ask of a vLLM that is read as text."""
 
     def segment(self, target: str) -> str:
@@ -54,7 +52,7 @@ class Source(source.Source):
             if one in seen or not one.startswith("vllm") or self.file(one) is None:
                 continue
             seen.add(one)
-            for node in top_level(self.tree(one), type_checking=False):
+            for node in admission.top_level(self.tree(one), type_checking=False):
                 if isinstance(node, ast.Import):
                     waiting += [alias.name for alias in node.names]
                 elif isinstance(node, ast.ImportFrom):

@@ -13,8 +13,7 @@ such a file (tests/contract/test_compatibility.py). A line:
 - `verdict`: "works" (greedy output is the plain engine's, drafts were made, some accepted), "refused" (by us, with
   `reason`), "wrong" (another output), "fails" (an error of ours), "vllm" (the plain engine did not run the model here,
   with `reason`), "no model" (transformers has no such class, so no tiny model can be made), "not asked" (yet).
-- `drafted`, `accepted`: tokens.
-"""
+- `drafted`, `accepted`: tokens."""
 
 import argparse
 import json
@@ -196,8 +195,7 @@ SPEC = ("draft_weights", "skip_layers", "draft_context")
 def ask(folder: Path, **changes: Any) -> dict[str, Any]:
     """A plain engine and one that drafts, over a model that was saved: everything of a line but its name.
 
-    changes: to the engine's arguments, and to the speculative_config.
-    """
+    changes: to the engine's arguments, and to the speculative_config."""
     from harness import greedy, layer_skip, live, ragged_prompts, tokens
 
     from selfspec_cli.early_exit.errors import SettingsError

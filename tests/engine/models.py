@@ -3,8 +3,7 @@
 Random weights alone make early exits useless (every layer changes everything) and greedy output degenerate (tied
 embeddings repeat the last token). So each layer's contribution to the residual stream is measured and rescaled to a
 geometric series: the first layer outweighs the embedding, and each later one matters less, so that the agreement of
-exit E with the last layer grows with E and is neither 0 nor 1. Weights are fp32 with a fixed seed.
-"""
+exit E with the last layer grows with E and is neither 0 nor 1. Weights are fp32 with a fixed seed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +41,7 @@ class Tiny:
     """One architecture.
 
     config: name of its class in transformers. changes: to _SHAPE. post_norms: norms on what a layer adds, which hide
-    the scale of the weights before them.
-    """
+    the scale of the weights before them."""
 
     config: str
     changes: dict[str, Any]
@@ -121,8 +119,7 @@ def save_tiny(
     """Make the model `name` of ARCHITECTURES on the current device and save it to `folder`, as `vllm.LLM` loads it.
 
     grade: other values than FIRST, DECAY and SHARPNESS ("first", "decay", "sharpness"), for other depths, widths and
-    vocabularies. dtype: of the file. changes: to its transformers config.
-    """
+    vocabularies. dtype: of the file. changes: to its transformers config."""
     grade = {"first": FIRST, "decay": DECAY, "sharpness": SHARPNESS} | (grade or {})
     from transformers import AutoModelForCausalLM
 
@@ -139,8 +136,7 @@ def save_tiny(
 def save_tokenizer(folder: Path, *more: str) -> None:
     """One token a byte, for what needs text (structured output). Ids 0 to 2 are special, so three bytes have none.
 
-    more: special tokens with the last ids, in place of as many bytes.
-    """
+    more: special tokens with the last ids, in place of as many bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,6 @@
 """Fields of vLLM's SamplingParams, as the tests of both runners ask for them, and docs/limits.md lists them.
 
-Nothing is imported here: the table of the page is made without an engine.
-"""
+Nothing is imported here: the table of the page is made without an engine."""
 
 from typing import Any
 

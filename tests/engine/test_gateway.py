@@ -1,7 +1,5 @@
 """The gateway in front of two vLLM servers of one model, early exit and plain: clients, drafts, a server killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`selfspec load` with two tiny servers, as a user runs it: arrivals, a page, and points that hold all of it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -5,8 +5,7 @@ requests of mixed lengths at a time, so that requests join and leave. An engine 
 draft length and gate while it lives. The default is a part of the grid in which every exit is tried with every draft
 length, and every gate in several places. SELFSPEC_FULL=1 (`make nightly`) is all of it: for every architecture each
 exit, length and gate over all 32 prompts (4,112 tokens). Architectures other than Llama have two exits and lengths on
-an engine each.
-"""
+an engine each."""
 
 from collections.abc import Callable, Sequence
 from itertools import product

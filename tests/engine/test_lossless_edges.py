@@ -1,8 +1,7 @@
 """The corners of losslessness: what else can happen to a request while another drafts.
 
 Each scenario is a function of a live engine that returns plain data. All of them run once on the plain engine and once
-on the drafting one; each must give the same.
-"""
+on the drafting one; each must give the same."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights that are replaced in a live engine: drafts on copies follow them, and the output is the new model's own."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,6 +1,5 @@
 """A real Prometheus scrapes a real server: what drafting did arrives there, every panel of the Grafana dashboard has
-data, and the alert rules are evaluated. `make programs` installs it.
-"""
+data, and the alert rules are evaluated. `make programs` installs it."""
 
 import json
 import math

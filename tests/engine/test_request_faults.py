@@ -1,7 +1,6 @@
 """Every field of a request, alone and beside others, in steps with drafts and without: right, or refused alone.
 
-No request may end the engine for the others. The right values are a plain engine's, asked for one request at a time.
-"""
+No request may end the engine for the others. The right values are a plain engine's, asked for one request at a time."""
 
 import math
 from collections.abc import Iterator

@@ -12,7 +12,7 @@ import pytest
 from served import wait_for
 
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.early_exit.request_settings import K
+from selfspec_cli.early_exit.resolved import K
 from selfspec_cli.engine import server as servers
 from selfspec_cli.engine.deployment import Deployment
 

@@ -3,8 +3,7 @@
 The reference is exact: the model is small enough (32 tokens) to enumerate all 32^3 continuations. Each engine's sample
 is compared with it (chi-square, cells with fewer than five expected merged) and with the plain engine's sample
 (chi-square of two samples). The first has power: it must reject temperature 0.9 and the lossy method `skip`.
-`make nightly` takes 4,096 seeds. tests/unit/test_reference.py has the exact distribution of the algorithm itself.
-"""
+`make nightly` takes 4,096 seeds. tests/unit/test_reference.py has the exact distribution of the algorithm itself."""
 
 import os
 from collections import Counter
@@ -233,8 +232,7 @@ def samples(outputs: list[Any]) -> list[list[int]]:
 def test_power(model_dir, plain, exact, report):
     """The exact reference finds that a temperature of 0.9, and a draft that nobody verified, are something else.
 
-    Equal seeds make a sample resemble the plain engine's, so the test of two samples is the weaker one.
-    """
+    Equal seeds make a sample resemble the plain engine's, so the test of two samples is the weaker one."""
     with engine_of(model_dir(MODEL), {"method": "skip", "layer_skip": EXIT}) as engine:
         wrong = {"temperature 0.9": plain.hotter, "method skip": sample(engine)}
     for name, counts in wrong.items():

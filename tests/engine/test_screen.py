@@ -1,8 +1,7 @@
 """What a user sees of a real engine at work: selfspec's lines, and vLLM's only in the log.
 
 The commands of README.md and docs/index.md that measure on a CPU are run too, on less of the same; test_server.py
-starts their server.
-"""
+starts their server."""
 
 import os
 import signal

@@ -1,7 +1,6 @@
 """A server that is treated badly: clients that vanish, requests that are none, a cache that holds few, a kill.
 
-Afterwards its KV blocks are free, its memory is what it was, and every output is what plain decoding gives.
-"""
+Afterwards its KV blocks are free, its memory is what it was, and every output is what plain decoding gives."""
 
 import json
 import os

@@ -44,8 +44,7 @@ def check(
     """Two ranks generate with drafts what they generate without: as started, with each other view, and under a gate.
 
     Without drafts is the same engine at a draft length of 0: starting two ranks is dear. bytes_of_head: what each rank
-    keeps of a head, on the target's own weights.
-    """
+    keeps of a head, on the target's own weights."""
     found = []
     with live(path, layer_skip(EXIT, K, **spec), **RANKS) as engine:
         if bytes_of_head is not None:

@@ -1,7 +1,6 @@
 """`selfspec verify` on a tiny model: right engines pass, and every planted fault is found and named.
 
-The arm's engine and the plain one are each started once; every fault is planted in the same live engine.
-"""
+The arm's engine and the plain one are each started once; every fault is planted in the same live engine."""
 
 from dataclasses import replace
 from typing import Any

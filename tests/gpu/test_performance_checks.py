@@ -3,8 +3,7 @@
     python tests/gpu/test_performance_checks.py [--out FILE] [KEY=VALUE ...]
 
 On the embedded model, two engines, two to four minutes; CUDA graphs without torch.compile, so that they start quickly.
-A line a fault, all verdicts in FILE; exit code 1 if a fault was missed, or the check without a fault is red.
-"""
+A line a fault, all verdicts in FILE; exit code 1 if a fault was missed, or the check without a fault is red."""
 
 import argparse
 import json

@@ -8,10 +8,7 @@ must do so only where the baseline's two best tokens are almost level.
     python tests/gpu/test_v2_lossless.py [--only SUBSTRING ...] [--part I/N] [--tensor-parallel N]
                                          [--group NAME] [--near-ties | --gates] [--out FILE]
 
-As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs.
-"""
-
-from __future__ import annotations
+As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs."""
 
 import argparse
 import json
@@ -684,8 +681,7 @@ def gated(case: Case, requests: str = "plain") -> dict[str, dict[str, int]]:
     """Every gate on one live engine, recorded, and last a gate and draft length that change between any two steps.
 
     different: outputs that are not the baseline's. places: verified; drafted: of these, places that held a draft.
-    closed: rounds that the gate ended. recorded, recorded_accepted: tokens in the record.
-    """
+    closed: rounds that the gate ended. recorded, recorded_accepted: tokens in the record."""
     found = {}
     expected = tokens(baseline(case))
     with engine(case, drafting=True) as it:

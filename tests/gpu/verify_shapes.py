@@ -7,8 +7,7 @@ without torch.compile; the engines live in processes of their own, one after the
 another verdict than it may have: plain vLLM does not repeat its own outputs of gpt-oss in batch-invariant mode.
 
 Shapes of this size take a minute or two each. `--only llama_8b` is Llama 3's 8B shape: 16 GB of such weights, made on
-the GPU and written to the temporary folder first. `--engine cpu` runs the small ones where vLLM's CPU build is.
-"""
+the GPU and written to the temporary folder first. `--engine cpu` runs the small ones where vLLM's CPU build is."""
 
 import argparse
 import json

@@ -1,8 +1,7 @@
 """The mutants of a module: mutmut's operators, also in decorated functions and outside functions.
 
 Not mutated: annotations, decorators, the wording of messages (a string is only put between XX), and outside functions
-everything but numbers, operators, True and False, and lambdas.
-"""
+everything but numbers, operators, True and False, and lambdas."""
 
 from collections import Counter
 from collections.abc import Iterator

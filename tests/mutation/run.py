@@ -19,8 +19,7 @@ killed stays so, because tests are only added, and the others are tried again.
 
 `explained.toml` holds groups of mutants that no test can tell from the original, or that none should: `why`, and for
 each mutant a part of its module's path, and regular expressions that its function, the code before and the code after
-match.
-"""
+match."""
 
 from __future__ import annotations
 

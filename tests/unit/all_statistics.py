@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.gates.distribution import Distribution
+from selfspec_cli.early_exit.gates.base import Distribution
 
 
 def all_statistics(logits: Tensor, before: Tensor | None = None) -> Tensor:

@@ -1,8 +1,7 @@
 """An engine without vLLM whose log-probabilities can be worked out by hand: what tests of scores begin from.
 
 A token is scored by the token before it alone: -((3 * before + 5 * token) % 7 + 1) / 4 nats, and half as much again
-under `skip`, as if that knew the text less well. Nothing of it is a distribution; nothing here needs one.
-"""
+under `skip`, as if that knew the text less well. Nothing of it is a distribution; nothing here needs one."""
 
 import itertools
 import sys

@@ -1,8 +1,6 @@
 """Triton's interpreter, as strict as a device: an address outside of the tensors that a kernel was given is an error,
 and where a load does not say what to take in place of what its mask leaves out, that is not zero but anything."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,9 +1,6 @@
 """Compiles kernels for an H100, which needs none, and looks at their PTX: run by test_v2_kernels.py.
 
-Names of functions below are the arguments.
-"""
-
-from __future__ import annotations
+Names of functions below are the arguments."""
 
 import contextlib
 import logging
@@ -17,22 +14,34 @@ from typing import Any
 
 import torch
 import triton
-from kernel_types import GATE, INPUTS, LIMITS, MATCHES, PROGRESS, VERDICT, WORTH
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager
 
+from selfspec_cli.vllm_plugin.v2.round_setup import Verdict
+from selfspec_cli.vllm_plugin.v2.state import GateRule, Limits, Matches, Progress, RoundInputs, Worth
+
 H100 = GPUTarget("cuda", 90, 32)
+WIDE = {"positions", "sample_positions", "idx_mapping", "requests", "draft_tokens"}
+WIDE |= {"step", "counts", "last_sampled", "found"}
+REAL = {"row_limits", "own_limits", "rates", "rule", "own", *Worth._fields}
+
+
+def typed(kind: Any) -> Any:
+    """The tuple `kind` with the type of a pointer in the place of each tensor."""
+    return kind(*("*i64" if name in WIDE else "*fp32" if name in REAL else "*i32" for name in kind._fields))
+
+
 LISTS = {
-    "inputs": INPUTS,
-    "progress": PROGRESS,
-    "gate": GATE,
-    "budget": LIMITS,
-    "worth": WORTH,
-    "verdict": VERDICT,
-    "matches": MATCHES,
+    "inputs": typed(RoundInputs),
+    "progress": typed(Progress),
+    "gate": typed(GateRule),
+    "budget": typed(Limits),
+    "worth": typed(Worth),
+    "verdict": typed(Verdict),
+    "matches": typed(Matches),
 }
 """Named tuples that kernels take."""
 
@@ -77,9 +86,8 @@ def begin() -> None:
 
 
 def matching() -> None:
-    from selfspec_cli.vllm_plugin.v2.counting import _turn
     from selfspec_cli.vllm_plugin.v2.matches import _certain, _judge, _look_up
-    from selfspec_cli.vllm_plugin.v2.worth import _judge_confidence
+    from selfspec_cli.vllm_plugin.v2.worth import _judge_confidence, _turn
 
     types = of("*fp32", "statistics own") | of("*i64", "counts draft_tokens") | of("*i32", "num_sampled slots lengths")
     types |= {"cost": "fp32", "logits": "*bf16"}

@@ -13,7 +13,7 @@ import torch
 from all_statistics import all_statistics, statistic
 
 from selfspec_cli.early_exit.counters import JUDGED, STOOD, DraftCounters
-from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
+from selfspec_cli.early_exit.draft_weights.fp8 import FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.vllm_plugin.contexts import blocks as chosen

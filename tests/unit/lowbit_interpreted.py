@@ -1,4 +1,4 @@
-"""One token and few tokens times integer copies, in Triton's interpreter. Run as kernels_interpreted.py is."""
+"""Tokens times integer copies, and what rounds them, in Triton's interpreter. Run as kernels_interpreted.py is."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from torch import nn
+from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
@@ -180,3 +182,234 @@ def same(one, other, step):
     if "rows_at_once" in one and "at_once" in one:
         one, other = ({**each, "at_once": min(each["at_once"], step)} for each in (one, other))
     return one == other
+
+
+# ---- norms and activations that round, and the pass that puts them into a graph --------------------------------------
+
+TOKENS = [1, 2, 9, 32]
+BITS = [4, 8]
+CASES = [
+    (1, 4, 64, torch.float32),
+    (1, 8, 704, torch.bfloat16),
+    (2, 4, 704, torch.float32),
+    (2, 8, 64, torch.bfloat16),
+    (9, 4, 64, torch.bfloat16),
+    (9, 8, 704, torch.float32),
+    (32, 4, 704, torch.bfloat16),
+    (32, 8, 64, torch.float32),
+]
+"""Tokens (each with another room), bits (halves or not), columns (one group, or more than a program takes), and type:
+each with each value of any other."""
+
+
+def as_given(rounded, factors, tokens, groups):
+    """The part of what was rounded that a product reads."""
+    room = rounding.padded(tokens)
+    words = rounded[: room * groups * rounding.WORDS].view(groups, room, -1)[:, :tokens]
+    return words, factors[: room * groups].view(groups, room)[:, :tokens]
+
+
+def assert_rounded(found, values, bits):
+    """`found` is what the kernel that does nothing else makes of `values`."""
+    tokens, groups = values.shape[0], values.shape[1] // 64
+    wanted = as_given(*rounding.round_tokens(values, bits), tokens, groups)
+    for one, other in zip(as_given(*found, tokens, groups), wanted, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_bytes_times_their_factors_are_the_tokens(tokens, bits):
+    x = torch.randn(tokens, 192)
+    x[0, 64:128] = 0
+    words, factors = as_given(*rounding.round_tokens(x, bits), tokens, 3)
+    signed = words.contiguous().view(torch.int8).float()
+    halves = bits == 4 and tokens > 1  # as few_tokens.py explains
+    if halves:
+        signed = signed.view(3, tokens, 4, 2, 2, 4).transpose(3, 2).reshape(3, tokens, 64)
+        factors = factors * 16
+    back = (signed * factors[..., None]).view(3, tokens, 2, 8, 4).transpose(4, 3).reshape(3, tokens, 64)
+    back = back.transpose(0, 1).reshape(tokens, 192)
+    assert (back - x).abs().max() <= x.abs().max() / 127
+    assert (back - x).norm() / x.norm() < 0.01
+
+
+@pytest.mark.parametrize(("tokens", "bits", "columns", "dtype"), CASES)
+def test_a_norm_is_the_one_of_vllm_and_is_rounded(tokens, bits, columns, dtype):
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in [(tokens, columns)] * 2 + [(columns,)])
+    normed, left, *rounded = rounding.add_and_norm(x, residual, weight, 1e-5, bits)
+    total = x.float() + residual.float()
+    near = {"rtol": 1e-5 if dtype is torch.float32 else 2e-2, "atol": 1e-5}  # the interpreter cuts bits off
+    torch.testing.assert_close(left, total.to(dtype), **near)
+    wanted = (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5)).to(dtype) * weight
+    torch.testing.assert_close(normed, wanted, **near)
+    if dtype is torch.bfloat16 or not GPU:  # float32 is rounded from another last bit where it is compiled
+        assert_rounded(rounded, normed, bits)
+
+
+@pytest.mark.parametrize(("tokens", "bits", "columns", "dtype"), CASES)
+def test_an_activation_is_the_one_of_vllm_and_is_rounded(tokens, bits, columns, dtype):
+    x = torch.randn(tokens, 2 * columns).to(dtype)
+    values, *rounded = rounding.activate(x, bits)
+    wanted = F.silu(x[:, :columns].float()) * x[:, columns:].float()
+    torch.testing.assert_close(values, wanted.to(dtype), rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
+    if dtype is torch.bfloat16 or not GPU:
+        assert_rounded(rounded, values, bits)
+
+
+@pytest.mark.parametrize(("tokens", "bits"), [(33, 8), (0, 4)])
+def test_what_no_product_reads_rounded_is_computed_all_the_same(tokens, bits):
+    x, residual, weight = torch.randn(tokens, 128), torch.randn(tokens, 128), torch.randn(128)
+    normed, left, *_ = rounding.add_and_norm(x, residual, weight, 1e-5, bits)
+    assert left.equal(x + residual)
+    torch.testing.assert_close(normed, F.rms_norm(left, (128,), weight, 1e-5))
+    values, *_ = rounding.activate(x, bits)
+    torch.testing.assert_close(values, F.silu(x[:, :64]) * x[:, 64:])
+
+
+# ---- the pass -------------------------------------------------------------------------------------------------------
+
+HIDDEN, WIDE = 128, 64
+SHAPES = {"o": (HIDDEN, HIDDEN), "gate_up": (2 * WIDE, HIDDEN), "down": (HIDDEN, WIDE), "qkv": (16, HIDDEN)}
+
+
+class Layer(nn.Module):
+    """What vLLM compiles between one attention and the next."""
+
+    def __init__(self, kind, norm=None):
+        super().__init__()
+        self.weights = nn.ParameterDict({name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in SHAPES.items()})
+        copies = {name: lowbit.prepare(kind.quantise(weight.data)) for name, weight in self.weights.items()}
+        self.copies = nn.ModuleDict()
+        for name, copy in copies.items():
+            self.copies[name] = nn.ParameterDict({key: nn.Parameter(tensor, False) for key, tensor in copy.items()})
+        self.norms = nn.ParameterList([torch.randn(HIDDEN), torch.randn(HIDDEN)])
+        self.activation, self.norm = lowbit.Activation(), norm
+
+    def times(self, name, x):
+        return lowbit.linear(x.reshape(-1, x.shape[-1]), dict(self.copies[name].items()), None, self.weights[name])
+
+    def forward(self, x, residual):
+        from vllm import ir
+
+        x, residual = ir.ops.fused_add_rms_norm.maybe_inplace(self.times("o", x), residual, self.norms[0], 1e-5)
+        x = self.times("down", self.activation(self.times("gate_up", x)))
+        weight = self.norms[1] if self.norm is None else self.norm(self.norms[1])
+        x, residual = ir.ops.fused_add_rms_norm(x, residual, weight, 1e-5)
+        return self.times("qkv", x), x, residual
+
+
+def operator_of(node):
+    """Its name; "linear_rounded" for a product that is given rounded tokens."""
+    rounded = "linear_integers" in str(node.target) and node.args[1] is not None and node.args[2] is not None
+    return str(node.target).replace("integers", "rounded") if rounded else str(node.target)
+
+
+def compiled(layer, change):
+    """`layer` through Inductor, its graphs first through `change` and then to what vLLM makes of its own operators; and
+    the operators of the last graph, as `change` left it."""
+    from vllm.compilation.passes.inductor_pass import CallableInductorPass
+    from vllm.compilation.passes.ir.inplace_functionalization import VllmIRInplaceFunctionalizationPass
+    from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
+    from vllm.config import VllmConfig
+
+    config, seen = VllmConfig(), []
+    lower = VllmIRLoweringPass(config)
+
+    def change_and_lower(graph):
+        change(graph)
+        seen[:] = [operator_of(node) for node in graph.nodes if "." in str(node.target)]
+        lower(graph)
+
+    options = {
+        "post_grad_custom_post_pass": CallableInductorPass(change_and_lower, uuid=object().__repr__()),
+        "pre_grad_custom_pass": VllmIRInplaceFunctionalizationPass(config),
+    }
+    torch._dynamo.reset()
+    return torch.compile(layer, dynamic=True, fullgraph=True, options=options), seen
+
+
+@pytest.fixture
+def as_traced_by_vllm(monkeypatch):
+    pytest.importorskip("vllm")
+    import vllm.ir.ops  # noqa: F401 - registers the operators
+    from vllm import ir
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.config.utils import Range
+
+    for module in (one_token, few_tokens):
+        product = module.product
+        monkeypatch.setattr(module, "product", lambda *given, run=product: run(*given, asm=GPU))
+    caches = (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    )
+    with caches[0], caches[1], torch.inference_mode(), pass_context(Range(1, 64)), ir.enable_torch_wrap(True):
+        yield
+
+
+FUSED = ["linear_integers", "add_rms_norm_rounded", "linear_rounded", "silu_and_mul_rounded", "linear_rounded"]
+
+
+@pytest.mark.parametrize(("bits", "numbers"), [(8, (5, 33)), (4, (5, 1, 33))])  # one token takes the interpreter long
+def test_a_compiled_layer_rounds_in_front_of_its_products_and_finds_the_same(bits, numbers, as_traced_by_vllm):
+    layer = Layer(DRAFT_WEIGHTS[f"int{bits}"])
+    given = {tokens: (torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)) for tokens in numbers}
+    wanted = {tokens: layer(x.clone(), residual.clone()) for tokens, (x, residual) in given.items()}
+    together, seen = compiled(layer, lowbit.round_in_front)
+    for tokens, (x, residual) in given.items():
+        for one, other in zip(together(x.clone(), residual.clone()), wanted[tokens], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert seen == [f"selfspec.{name}.default" for name in [*FUSED, "add_rms_norm_rounded", "linear_rounded"]]
+
+
+def test_a_compiled_layer_chooses_kernels_when_it_runs(as_traced_by_vllm):
+    layer = Layer(DRAFT_WEIGHTS["int4"])
+    together, seen = compiled(layer, lowbit.round_in_front)
+    for tokens in (5, 32, 33, 65):  # traced with few: the operators choose, not the graph
+        given = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)
+        wanted = layer(*(tensor.clone() for tensor in given))
+        for one, other in zip(together(*(tensor.clone() for tensor in given)), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert seen == [f"selfspec.{name}.default" for name in [*FUSED, "add_rms_norm_rounded", "linear_rounded"]]
+
+
+def test_a_norm_whose_weight_is_computed_stays_as_it_is(as_traced_by_vllm):
+    """The kernel would read the weight before it is written (Gemma adds 1 to it)."""
+    layer = Layer(DRAFT_WEIGHTS["int8"], norm=lambda weight: weight + 1)
+    together, seen = compiled(layer, lowbit.round_in_front)
+    together(torch.randn(3, HIDDEN), torch.randn(3, HIDDEN))
+    ours = [name.split(".")[1] for name in seen if "aten" not in name]
+    assert ours == [*FUSED, "fused_add_rms_norm", "linear_integers"]
+
+
+class TwoWidths(Layer):
+    """Two products of one norm, with copies of 8 and of 4 bits."""
+
+    def __init__(self):
+        super().__init__(DRAFT_WEIGHTS["int8"])
+        copy = lowbit.prepare(DRAFT_WEIGHTS["int4"].quantise(self.weights["qkv"].data))
+        self.copies["narrow"] = nn.ParameterDict({key: nn.Parameter(tensor, False) for key, tensor in copy.items()})
+        self.weights["narrow"] = self.weights["qkv"].data
+
+    def forward(self, x, residual):
+        from vllm import ir
+
+        x, residual = ir.ops.fused_add_rms_norm.maybe_inplace(x, residual, self.norms[0], 1e-5)
+        return self.times("qkv", x), self.times("narrow", x), residual
+
+
+def test_copies_of_two_widths_behind_one_norm(as_traced_by_vllm):
+    layer, given = TwoWidths(), [torch.randn(3, HIDDEN) for _ in range(2)]
+    wanted = compiled(layer, lambda graph: None)[0](*(tensor.clone() for tensor in given))
+    together, seen = compiled(layer, lowbit.round_in_front)
+    for one, other in zip(together(*given), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert sorted(name.split(".")[1] for name in seen) == ["add_rms_norm_rounded", "linear_integers", "linear_rounded"]
+
+
+def test_a_norm_of_another_form_stays_as_it_is(as_traced_by_vllm, monkeypatch):
+    monkeypatch.setattr(lowbit, "WIDEST", HIDDEN - 1)
+    together, seen = compiled(Layer(DRAFT_WEIGHTS["int8"]), lowbit.round_in_front)
+    together(torch.randn(3, HIDDEN), torch.randn(3, HIDDEN))
+    assert [name.split(".")[1] for name in seen].count("fused_add_rms_norm") == 2

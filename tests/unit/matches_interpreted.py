@@ -10,11 +10,10 @@ from kernels_interpreted import DEVICE, end_step, new_state
 
 from selfspec_cli.early_exit.free_drafts import LONGEST, Matches
 from selfspec_cli.early_exit.length_table import LengthTable
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.early_exit.resolved import NOTHING, RequestSettings
 from selfspec_cli.vllm_plugin.v2.matches import certain
 from selfspec_cli.vllm_plugin.v2.round_setup import Ending, begin_round, take_in
-from selfspec_cli.vllm_plugin.v2.state import DeviceGate
-from selfspec_cli.vllm_plugin.v2.tensors import Free
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, Free
 
 ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.15, 5, 1400  # two blocks of history
 

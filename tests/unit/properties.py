@@ -1,8 +1,7 @@
 """What the property tests share: how hypothesis searches, and made-up logs and costs.
 
 The same examples every time, so that a failure is one for everybody. SELFSPEC_EXAMPLES=search searches at random, and
-longer; SELFSPEC_EXAMPLES=few, which mutation testing uses, asks only whether there is a failure.
-"""
+longer; SELFSPEC_EXAMPLES=few, which mutation testing uses, asks only whether there is a failure."""
 
 import os
 

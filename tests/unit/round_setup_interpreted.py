@@ -13,7 +13,7 @@ from kernels_interpreted import DEVICE, MAX_LEN, begin, end_step, sharp_and_flat
 from selfspec_cli.early_exit import confidence
 from selfspec_cli.early_exit.gates import device_features
 from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.early_exit.resolved import NOTHING, RequestSettings
 from selfspec_cli.vllm_plugin.v2.round_setup import Ending, begin_round, take_in
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 

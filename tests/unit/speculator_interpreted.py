@@ -1,9 +1,6 @@
 """The V2 speculator on the CPU, its own kernels in Triton's interpreter; vLLM's graphs are stood in for.
 
-Run by test_v2_kernels.py in a process of its own.
-"""
-
-from __future__ import annotations
+Run by test_v2_kernels.py in a process of its own."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,12 +20,11 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.rule import Choice
 from selfspec_cli.vllm_plugin import register
-from selfspec_cli.vllm_plugin.overrides import overriding
+from selfspec_cli.vllm_plugin.subclasses import overriding
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
-from selfspec_cli.vllm_plugin.v2.runner import tell_speculator
-from selfspec_cli.vllm_plugin.v2.sampler import with_short_drafts
+from selfspec_cli.vllm_plugin.v2.runner import tell_speculator, with_short_drafts
 
 K, VOCAB, REQUESTS = 4, 40, 3
 WINDOW, BLOCK = 16, 4  # tokens
@@ -462,8 +458,8 @@ def capturing(speculator, monkeypatch, *, reason=None, fails=(), ranks=2):
     monkeypatch.setattr(speculator.vllm_config.parallel_config, "tensor_parallel_size", ranks)
     monkeypatch.setattr(draft_loop.device_loop, "unavailable", lambda: None)
     monkeypatch.setattr(draft_loop.device_loop, "DeviceLoop", lambda device: made)
-    monkeypatch.setattr(draft_loop.ranks, "agreed", lambda mine: mine)
-    monkeypatch.setattr(draft_loop.ranks, "reason_against_a_loop", lambda loop, device: reason)
+    monkeypatch.setattr(draft_loop.device_loop, "agreed", lambda mine: mine)
+    monkeypatch.setattr(draft_loop.device_loop, "reason_against_a_loop", lambda loop, device: reason)
     monkeypatch.setattr(draft_loop.logger, "warning", lambda text, *words: said.append(text % words))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another")
     speculator.capture()
@@ -501,12 +497,12 @@ def test_logits_that_the_kernel_does_not_take_at_once_are_gathered_in_pieces_of_
             return torch.cat([part, -part])
 
     part = torch.arange(1.0, 11.0).view(5, 2)
-    found = draft_loop.ranks.gathered(Communicator(), pytest.fail, part)
+    found = draft_loop.device_loop.gathered(Communicator(), pytest.fail, part)
     assert torch.equal(found, torch.cat([part, -part], dim=-1))
     assert sizes == [2, 1, 2]
     wide, asked = torch.ones(2, 8), []
-    draft_loop.ranks.gathered(Communicator(), lambda *words: asked.append(words), wide)  # not even one row
-    draft_loop.ranks.gathered(Communicator(), lambda *words: asked.append(words), part, 0)
+    draft_loop.device_loop.gathered(Communicator(), lambda *words: asked.append(words), wide)  # not even one row
+    draft_loop.device_loop.gathered(Communicator(), lambda *words: asked.append(words), part, 0)
     assert asked == [(wide, 1), (part, 0)]
 
 

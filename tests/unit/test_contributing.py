@@ -23,11 +23,11 @@ PACKAGE = ROOT / "selfspec_cli"
 # other settings, too.
 NEUTRAL = {"none", "shared", "lens", "full", "auto"}
 REGISTRIES = {
-    "gates": (GATES, "GATE", "early_exit/gates"),
-    "heads": (HEADS, "HEAD", "early_exit/heads"),
-    "draft_weights": (DRAFT_WEIGHTS, "WEIGHTS", "early_exit/draft_weights"),
-    "contexts": (CONTEXTS, "CONTEXT", "early_exit/contexts"),
-    "load_patterns": (PATTERNS, "PATTERN", "load_patterns"),
+    "gates": (GATES, "early_exit/gates"),
+    "heads": (HEADS, "early_exit/heads"),
+    "draft_weights": (DRAFT_WEIGHTS, "early_exit/draft_weights"),
+    "contexts": (CONTEXTS, "early_exit/contexts"),
+    "load_patterns": (PATTERNS, "load_patterns"),
 }
 NAMES = [(folder, name) for folder, (registry, *_) in REGISTRIES.items() for name in registry if name not in NEUTRAL]
 
@@ -42,7 +42,7 @@ def literals(file: Path) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "name"), NAMES)
 def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
-    home = PACKAGE / REGISTRIES[folder][2]
+    home = PACKAGE / REGISTRIES[folder][1]
     mentions = [file for file in PACKAGE.rglob("*.py") if name in literals(file) and home not in file.parents]
     # `fit-lsq` is a command of its own, and old .pt heads are lsq; the first sprint's thresholds were these gates'. The
     # greatest probability is what gate `auto` learns from, and copies of either width are what drafts by default.
@@ -62,9 +62,9 @@ def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
 @pytest.mark.parametrize("folder", REGISTRIES)
 def test_the_page_names_the_file_that_an_addition_needs(folder):
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    _, attribute, file = REGISTRIES[folder]
+    registry, file = REGISTRIES[folder]
     assert f"selfspec_cli/{file}/NAME.py" in page
-    assert f"`{attribute}`" in page
+    assert f"`{folder}.base.{registry.kind.__name__}`" in page
     assert f"`selfspec.{folder}`" in page
 
 

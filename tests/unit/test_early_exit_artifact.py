@@ -14,8 +14,8 @@ from selfspec_cli.early_exit.artifact import load_head, model_fingerprint, save_
 from selfspec_cli.early_exit.errors import HeadError, SettingsError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
-from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 from selfspec_cli.early_exit.heads import HEADS as KINDS
+from selfspec_cli.early_exit.heads import HeadSpec, examples
 from selfspec_cli.early_exit.heads.base import HeadKind
 
 HIDDEN, VOCAB = 4, 9

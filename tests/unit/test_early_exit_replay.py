@@ -11,15 +11,7 @@ from selfspec_cli.early_exit.cost_model import Costs, fit_costs
 from selfspec_cli.early_exit.draft_log import DraftLog, DraftRecorder
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.replay import (
-    Outcome,
-    Setting,
-    draft_lengths,
-    oracle,
-    replay,
-    settings_for,
-    thresholds,
-)
+from selfspec_cli.early_exit.replay import Outcome, Setting, draft_lengths, oracle, replay, settings_for, thresholds
 
 K = 5
 COSTS = Costs(plain=7.0, draft=1.0, verify=7.2, verify_token=0.25)

@@ -10,13 +10,7 @@ from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, check_threshold, number
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table, warnings_for
-from selfspec_cli.early_exit.settings import (
-    USER_KEYS,
-    DraftSettings,
-    GateConfig,
-    to_spec,
-    vllm_keys,
-)
+from selfspec_cli.early_exit.settings import USER_KEYS, DraftSettings, GateConfig, to_spec, vllm_keys
 from selfspec_cli.early_exit.view import DraftView
 
 PER_BATCH = "num_speculative_tokens_per_batch_size"

@@ -19,7 +19,6 @@ from selfspec_cli.vllm_plugin.fused_step import launch as few_launch
 from selfspec_cli.vllm_plugin.fused_step import layout as few_layout
 from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
-from selfspec_cli.vllm_plugin.fused_step.wide import launch as many_launch
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as many_layout
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
@@ -104,7 +103,7 @@ def many(shape: Shape, blocks: int, most: int, lengths: list[int], warps: int | 
     """The kernel for 9 to 64 tokens."""
     build = many_layout.built(shape, blocks, most, warps=warps)
     stream = many_layout.Stream(build, CPU)
-    return case("many", shape, build, stream, lengths, many_launch.Arguments, tokens=len(lengths))
+    return case("many", shape, build, stream, lengths, few_launch.WideArguments, tokens=len(lengths))
 
 
 def few(shape: Shape, blocks: int, lengths: list[int]) -> Case:
@@ -261,7 +260,7 @@ def test_an_engines_step_of_many_tokens_is_the_wide_kernel(monkeypatch):
     properties = SimpleNamespace(multi_processor_count=6, shared_memory_per_block_optin=many_layout.SHARED)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(few_launch, "Kernel", Emulated)
+    monkeypatch.setattr(drafting, "Kernel", Emulated)
     monkeypatch.setattr(drafting, "WARPS", 4)  # none without a share of the columns, which are few
     metadata = SimpleNamespace(max_query_len=1, seq_lens=step.lengths, block_table=step.table)
     names = [f"layers.{number}" for number in range(QWEN.layers)]
@@ -290,7 +289,7 @@ def test_nothing_but_the_kernels_holds_copies_only_where_they_can_run(monkeypatc
     properties = SimpleNamespace(multi_processor_count=6, shared_memory_per_block_optin=many_layout.SHARED)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(few_launch, "Kernel", kernel)
+    monkeypatch.setattr(drafting, "Kernel", kernel)
     monkeypatch.setattr(drafting, "WARPS", 4)
     monkeypatch.setattr(drafting, "reason_against", lambda *_: None)
     config = SimpleNamespace(

@@ -5,8 +5,6 @@ tests/contract/test_spec_config.py asks vLLM's own parsers, tests/engine/test_sc
 tests/engine/test_server.py serves.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

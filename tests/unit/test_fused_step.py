@@ -14,14 +14,12 @@ import torch
 from scripts import importable
 from torch import nn
 
-from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
-from selfspec_cli.early_exit.draft_weights.integers import integers
+from selfspec_cli.early_exit.draft_weights.integers import INT4, integers
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
-from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, built, chunks
+from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, Arguments, Build, WideArguments, built, chunks
 from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned, records, unshifted
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
-from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
@@ -60,7 +58,7 @@ def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, s
 
 
 def test_records_have_two_columns_in_a_byte_as_lanes_multiply_them():
-    copy = WEIGHTS.quantise(torch.randn(32, 128))
+    copy = INT4.quantise(torch.randn(32, 128))
     words = unshifted(records(copy))[..., :512].view(2, 2, 8, 4, 2, 2, 4)  # tile, group, row, t, part, below, byte
     integers_ = integers(copy, 4)
     for tile, group, row, t, part, below, byte in torch.cartesian_prod(*map(torch.arange, words.shape)).tolist():
@@ -130,10 +128,11 @@ def test_a_block_without_room_for_many_tokens_is_refused():
 
 def test_arguments_and_stamps_are_those_of_the_source():
     folder = files("selfspec_cli.vllm_plugin.fused_step")
-    source = "".join((folder / part).read_text() for part in wide.Build.parts)
-    body = re.search(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL).group(1)
-    names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body))
-    assert names == [name for name, *_ in Arguments._fields_]
+    for parts, arguments in ((Build.parts, Arguments), (wide.Build.parts, WideArguments)):
+        source = "".join((folder / part).read_text() for part in parts)
+        body = re.search(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL).group(1)
+        names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body))
+        assert names == [name for name, *_ in arguments._fields_]
     assert int(re.search(r"#define STAMPS_OF_LAYER (\d+)", source).group(1)) == len(wide.STAMPS)
 
 
@@ -378,7 +377,7 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read(monkeypatc
 def copied_layer(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, shared: bool = True) -> Any:
     monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: SimpleNamespace(prepare=dict))
     layer: Any = nn.Module()
-    layer.copy_of_weight = CopiedWeight(WEIGHTS, weight, shared)
+    layer.copy_of_weight = CopiedWeight(INT4, weight, shared)
     return layer
 
 

@@ -5,8 +5,7 @@ import pytest
 from selfspec_cli.early_exit.counters import REASONS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.length_table import Cell, LengthTable
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
-from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.resolved import NOTHING, RequestSettings, ResolvedSettings, switched_off_by
 
 
 def lengths(table: LengthTable, *places: tuple[int, int]) -> list[int]:

@@ -18,7 +18,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, NAN_LOGITS, News, attach, flat
-from selfspec_cli.vllm_plugin.strict import LOGGER, set_strict
+from selfspec_cli.vllm_plugin.spec_config import LOGGER, set_strict
 from selfspec_cli.vllm_plugin.v2 import state
 from selfspec_cli.vllm_plugin.v2.state import LateCopy
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from selfspec_cli.early_exit import reference  # noqa: E402
 from selfspec_cli.early_exit.gates import GATES  # noqa: E402
-from selfspec_cli.early_exit.gates.distribution import Distribution  # noqa: E402
+from selfspec_cli.early_exit.gates.base import Distribution  # noqa: E402
 from selfspec_cli.early_exit.reference import always, confident, generate, probabilities, random_decoder  # noqa: E402
 
 DEPTH, PROMPT, LENGTH = 8, [5, 17, 3], 60

@@ -40,7 +40,7 @@ def gates(tmp_path, monkeypatch):
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their-gates\nVersion: 2.1\n")
     (about / "entry_points.txt").write_text(POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return Registry("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "selfspec.gates", first="none")
+    return Registry("gate", Gate, "selfspec_cli.early_exit.gates", "selfspec.gates", first="none")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_registry_is_a_mapping(gates):
 
 
 def test_another_default_comes_first_and_without_one_all_are_in_the_order_of_their_modules():
-    ours = ("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "no.such.group")
+    ours = ("gate", Gate, "selfspec_cli.early_exit.gates", "no.such.group")
     names = ["adaedl", "auto", "entropy", "margin", "maxp", "none", "survival"]
     assert list(Registry(*ours, first="varH")) == ["varH", *names]
     assert list(Registry(*ours)) == sorted(Registry(*ours))
@@ -92,7 +92,7 @@ def test_those_of_others_come_by_their_names_and_may_fail_without_a_word(monkeyp
     monkeypatch.setitem(sys.modules, "more_gates", theirs)
     points = [EntryPoint(name, f"more_gates:{name}", "selfspec.gates") for name in ("zeta", "twice", "alpha", "twice")]
     monkeypatch.setattr(registry, "entry_points", lambda group: [*points, Broken] if group == "selfspec.gates" else [])
-    found = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "selfspec.gates", first="none")
+    found = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "selfspec.gates", first="none")
     assert list(found)[-4:] == ["varH", "alpha", "twice", "zeta"]
     assert found.broken == {
         "broken": "gate 'broken' of an installed package cannot be used: AssertionError: ",

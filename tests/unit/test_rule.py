@@ -5,8 +5,6 @@ Device times of a small model on a large GPU are known at the start. True steps 
 never less than the host's floor, and they are noisy. The rule must find the best width by itself, and cost nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ from selfspec_cli.config.schema import (
     Runner,
     WorkloadConfig,
 )
-from selfspec_cli.early_exit import roc as curves
+from selfspec_cli.early_exit import replay as curves
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
@@ -55,7 +55,7 @@ class FakeEngine:
         log = make(300, seed=cfg.layer)
         worse = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.5 / cfg.layer
         self.log = replace(log, accepted=torch.where(worse, 0, log.accepted))
-        self.setting, self.generated, self.recorded = Setting("none", None, cfg.k), 0, False
+        self.setting, self.generated, self.logged = Setting("none", None, cfg.k), 0, 0
 
     def set_draft_length(self, k):
         self.setting = Setting(self.setting.gate, self.setting.threshold, k)
@@ -65,8 +65,9 @@ class FakeEngine:
 
     @contextmanager
     def recording(self):
-        self.recorded = True
+        before = self.generated
         yield lambda: self.log
+        self.logged = self.generated - before  # requests
 
     def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
         generation = self.answer(prompts, output_len)
@@ -151,7 +152,7 @@ def test_the_choice_is_near_the_best_of_a_full_grid_and_is_written_down(lab):
     assert f"layer={result.cfg.layer}" in written["overrides"]
     engines = len(lab.opened)
     lab.run()
-    assert not any(engine.recorded for engine in lab.opened[engines:])  # no exit is surveyed again
+    assert not any(engine.logged for engine in lab.opened[engines:])  # no exit is surveyed again
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,8 @@ def test_an_interrupt_is_no_reason_to_leave_an_exit_out(lab, monkeypatch):
 
 
 def test_no_exit_is_begun_after_half_of_the_time_and_no_engine_after_all_of_it(lab, monkeypatch):
-    """The opening of an engine takes all of the time here, so one exit is surveyed, and a repeat measured there."""
+    """The opening of an engine takes all of the time here, so one exit is surveyed, by one request, and a repeat
+    measured there."""
     monkeypatch.setattr(tune, "NEAR", 0.0)
     result = lab.run(minutes=OPENING / 60)
     assert [engine.layer for engine in lab.opened] == [1]
@@ -277,8 +279,8 @@ def test_no_exit_is_begun_after_half_of_the_time_and_no_engine_after_all_of_it(l
     assert "there was no time for E3-lens, E6-lens, E12-lens; with more --minutes" in result.warnings[0]
     again = lab.run()
     assert not again.untried and len({row["E"] for row in again.finalists}) == tune.ENGINES
-    surveyed = [engine.layer for engine in lab.opened if engine.recorded]
-    assert surveyed == [1, 3, 6, 12]  # each once: what there was time for is in the folder
+    surveyed = [(engine.layer, engine.logged) for engine in lab.opened if engine.logged]
+    assert surveyed == [(1, 1), *((layer, tune.RECORDED) for layer in (1, 3, 6, 12))]  # the first in full as well
     assert lab.run(minutes=OPENING / 60).untried == []
 
 

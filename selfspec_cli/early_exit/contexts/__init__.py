@@ -1,8 +1,5 @@
-"""Kinds of context that a draft may attend to, by the name that users write in `draft_context=`.
-
-One module a kind, with one object `CONTEXT` of class `base.DraftContext`; other packages add theirs by entry points of
-the group "selfspec.contexts". Importable without torch. The verify pass attends to everything whatever a draft does.
-"""
+"""Kinds of context that a draft may attend to, by the name that users write in `draft_context=`. Importable without
+torch. The verify pass attends to everything whatever a draft does."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.registry import Registry
 
 CONTEXTS = Registry(
-    "draft_context", DraftContext, "selfspec_cli.early_exit.contexts", "CONTEXT", "selfspec.contexts", first="full"
+    "draft_context", DraftContext, "selfspec_cli.early_exit.contexts", "selfspec.contexts", first="full"
 )
 FULL, AUTO = "full", "auto"
 SETTING = "draft_context"
@@ -102,9 +99,7 @@ def as_setting(key: str, value: Any) -> str:
 
 def context_of(settings: Any) -> Context:
     """The context of draft settings, or of a row, which has a column for a kind's own key.
-
-    Raises SettingsError for two contexts, or for none that there is.
-    """
+    Raises SettingsError for two contexts, or for none that there is."""
     by_key = [
         Context(kind.name, (value,))
         for kind in CONTEXTS.values()

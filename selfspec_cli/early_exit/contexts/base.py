@@ -1,7 +1,5 @@
 """What a kind of context for drafts is. Free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -13,8 +11,7 @@ class DraftContext:
     name: what users write in `draft_context=`. help: one line for `--help`. numbers: what is written after the name,
     each with its least value, such as {"TOKENS": 16} for NAME:TOKENS. key: another name of the setting, and a column of
     rows, that holds the only number of this kind, such as `draft_window`; empty for no other name. kernels: the
-    plugin's module that leaves blocks out of block tables (`vllm_plugin.contexts.base`); None for the full context.
-    """
+    plugin's module that leaves blocks out of block tables (`vllm_plugin.contexts.base`); None for the full context."""
 
     name: str
     help: str

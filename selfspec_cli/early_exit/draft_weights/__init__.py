@@ -1,8 +1,4 @@
-"""Kinds of weights that a draft may run on, by the name that users write in `draft_weights=`.
-
-One module a kind, with one object `WEIGHTS` of class `base.DraftWeights`; other packages add theirs by entry points of
-the group "selfspec.draft_weights". Importable without torch.
-"""
+"""Kinds of weights that a draft may run on, as users write them in `draft_weights=`. Importable without torch."""
 
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
 from selfspec_cli.early_exit.errors import SettingsError
@@ -12,7 +8,6 @@ DRAFT_WEIGHTS = Registry(
     "draft_weights",
     DraftWeights,
     "selfspec_cli.early_exit.draft_weights",
-    "WEIGHTS",
     "selfspec.draft_weights",
     first="shared",
 )

@@ -16,12 +16,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class WeightFacts:
     """What decides whether copies of a target's weights can be made and run. None: not known yet, and not refused.
-
-    device: "cpu" or "cuda". dtype: of the target's weights, such as "bfloat16". quantization: method of the target's
-    weights, "" for plain ones. expert_parallel: whether ranks hold different experts. row_lengths: of a rank's weights,
-    as far as they are known before the model is loaded. capability: of the CUDA device, such as (9, 0). device_name:
-    for messages.
-    """
+    device: "cpu" or "cuda". dtype: of the target's weights, such as "bfloat16"; quantization: their method, "" for
+    plain ones. expert_parallel: whether ranks hold different experts. row_lengths: of a rank's weights, as far as they
+    are known before the model is loaded. capability: of the CUDA device, such as (9, 0); device_name: for messages."""
 
     device: str | None = None
     dtype: str | None = None
@@ -37,14 +34,13 @@ class DraftWeights:
     """A kind of weights for drafts: how a copy is made of the target's weight, and what multiplies by it.
 
     Copies are made when an engine starts, beside the target's own weights, which the verify pass keeps: they can change
-    which drafts are proposed and never which tokens are generated. A copy is a dict of tensors by name; their layout is
-    the kind's own. The methods here run anywhere. Where speed counts, a module of kernels takes over.
+    which drafts are proposed and never which tokens are generated. A copy is a dict of tensors by name, in the kind's
+    own layout. The methods here run anywhere; where speed counts, a module of kernels takes over.
 
     name: what users write. help: one line for `--help`. bits: of a copy for each weight, scales included; None for the
-    target's own weights. copies: False for a kind that makes none. drafts: False where no layer drafts, so that prompt
-    lookup is all there is. kernels: module with the fast products on CUDA, as `vllm_plugin.weights.copied.Kernels`
-    describes it; None where there are none. experts: whether that module has products for a mixture of experts.
-    """
+    target's own. copies: False for a kind that makes none. drafts: False where no layer drafts, only prompt lookup.
+    kernels: module with the fast products on CUDA (`vllm_plugin.weights.copied.Kernels`), or None. experts: whether
+    that module has products for a mixture of experts."""
 
     name: str
     help: str
@@ -56,9 +52,7 @@ class DraftWeights:
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
         """The copy of a weight [out, in] of any float type, on the same device.
-
-        Raises SettingsError (`not_finite`) for a value that is NaN or infinite.
-        """
+        Raises SettingsError (`not_finite`) for a value that is NaN or infinite."""
         raise NotImplementedError
 
     def fit(self, weight: Tensor, moment: Tensor) -> dict[str, Tensor]:
@@ -77,9 +71,7 @@ class DraftWeights:
 
     def reason_against(self, facts: WeightFacts) -> str | None:
         """Why there can be no such copies for a target and a machine with these facts; None where there can be.
-
-        By default linear layers, plain or quantised, are copied, and plain experts.
-        """
+        By default linear layers, plain or quantised, are copied, and plain experts."""
         if not self.copies:
             return None
         if facts.quantization and facts.is_moe:

@@ -26,11 +26,8 @@ class E4m3(DraftWeights):
     experts = True
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
-        """Symmetric, one scale a row (output channel), the largest magnitude of the row at 448.
-
-        An error is at most a sixteenth of the value (3 mantissa bits), or half the smallest step, 2^-10 of the scale.
-        A row of zeros stays zeros.
-        """
+        """Symmetric, one scale a row (output channel), the row's largest magnitude at 448; zeros stay zeros. An error
+        is at most a sixteenth of the value (3 mantissa bits), or half the smallest step, 2^-10 of the scale."""
         import torch
 
         copy = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -60,4 +57,4 @@ class E4m3(DraftWeights):
         return super().reason_against(facts)
 
 
-WEIGHTS = E4m3()
+FP8 = E4m3()

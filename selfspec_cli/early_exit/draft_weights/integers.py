@@ -2,8 +2,7 @@
 
 A word of 32 bits holds one weight of each of the eight equal parts of a group, so that a token's values load as
 contiguous parts: byte b of a word has part b in its low four bits and part b + 4 in its high ones. With 8 bits a
-group has two runs of words, of parts 0 to 3 and of parts 4 to 7.
-"""
+group has two runs of words, of parts 0 to 3 and of parts 4 to 7."""
 
 from __future__ import annotations
 
@@ -23,9 +22,7 @@ CHUNK = 2**24  # elements quantised at once, so that the float32 values in betwe
 
 class Integers(DraftWeights):
     """A copy is {"words": int32, "scales": float16 [out, in / GROUP]}.
-
-    An integer q from -2^(bits-1) to 2^(bits-1) - 1 is the weight q * scale.
-    """
+    An integer q from -2^(bits-1) to 2^(bits-1) - 1 is the weight q * scale."""
 
     experts = True
     kernels = "selfspec_cli.vllm_plugin.weights.lowbit"
@@ -38,9 +35,7 @@ class Integers(DraftWeights):
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
         """Round to nearest; of a few scales for each group the one of least squared error is taken.
-
-        Raises SettingsError for a weight that is not finite, or whose rows do not divide into groups.
-        """
+        Raises SettingsError for a weight that is not finite, or whose rows do not divide into groups."""
         import torch
 
         if weight.shape[1] % GROUP:
@@ -89,9 +84,7 @@ class Integers(DraftWeights):
 
     def _nearest(self, grouped: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scales [rows, groups, 1] of least squared error among `_scales`, and integers rounded to the nearest.
-
-        importance: [GROUP], how much an error of each column counts; None for all the same.
-        """
+        importance: [GROUP], how much an error of each column counts; None for all the same."""
         import torch
 
         top = 2 ** (self.width - 1)
@@ -107,6 +100,9 @@ class Integers(DraftWeights):
             least, scale = torch.where(better, error, least), torch.where(better, tried, scale)
             q = torch.where(better, rounded, q)
         return scale, q
+
+
+INT4, INT8 = Integers(4), Integers(8)
 
 
 def _no_groups(length: int) -> str:

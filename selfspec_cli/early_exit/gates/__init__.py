@@ -1,12 +1,7 @@
-"""Gates: after each draft step, is the draft worth continuing? One gate is one object `GATE` in one module here.
+"""Gates: after each draft step, is the draft worth continuing? Neither this package nor its gates import torch.
 
 A gate compares one statistic of the draft distribution with a threshold. It never changes the output, only the cost:
-the full model verifies whatever was drafted. Other packages add gates by entry points of the group `selfspec.gates`.
-
-Importing this package, and reading its gates, does not import torch.
-"""
-
-from __future__ import annotations
+the full model verifies whatever was drafted."""
 
 import math
 from contextlib import suppress
@@ -18,7 +13,7 @@ from selfspec_cli.early_exit.registry import Registry
 
 __all__ = ["GATES", "Gate", "Rule", "check_threshold", "device_features", "features", "number", "require_device"]
 
-GATES = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "selfspec.gates", first="none")
+GATES = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "selfspec.gates", first="none")
 """Every gate by the name that users write."""
 
 
@@ -43,11 +38,8 @@ def require_device(rule: Rule) -> None:
 
 
 def check_threshold(gate: str, value: object, key: str = "threshold") -> float | None:
-    """A threshold for `gate`, checked; None becomes the gate's default. Also for changes on a live engine.
-
-    Raises SettingsError for an unknown gate, a value that is no finite number, out of the gate's range, or given
-    to a gate that has no threshold.
-    """
+    """A threshold for `gate`, checked, also on a live engine; None becomes the gate's default. Raises SettingsError for
+    an unknown gate, or a value that is no finite number, out of range, or of a gate without a threshold."""
     rule = GATES[gate if isinstance(gate, str) else str(gate)]
     if value is None:
         return rule.default

@@ -5,8 +5,7 @@ vocabulary size and V' the size of a draft vocabulary (V' = V without one). A he
 
     logits = projection(transform(x))
 
-where the projection is the model's own lm_head, or rows that the head brings along.
-"""
+where the projection is the model's own lm_head, or rows that the head brings along."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfspec_cli.early_exit.equations import FitReport, NormalEquations
+    from selfspec_cli.early_exit.fitting import FitReport, NormalEquations
 
 Shape = tuple[str | int, ...]
 """Sizes of a tensor: numbers, or "hidden", "rows" (V') and "rank"."""
@@ -28,10 +27,9 @@ class HeadKind:
     name: what users write. help: one line for `--help`. targets: what it may be fitted to, its default first: the next
     token of the text (next_token, one-hot), the full model's own argmax (argmax, one-hot), or z - x (final_hidden,
     dense; the ridge shrinks such a head toward f(x) = 0); empty for a head that needs no fit. ranks, biases: whether
-    there are heads of a lower rank, and heads with a constant term. rows: names of the weight [rows, hidden] and of the
-    bias [rows] that take the place of the model's lm_head; empty for a head that uses that. examples: short names
-    (`head_spec`) that messages and completion offer.
-    """
+    there are heads of a lower rank, and with a constant term. rows: names of the weight [rows, hidden] and of the bias
+    [rows] that take the place of the model's lm_head, if any do. examples: short names (`heads.HeadSpec`) that messages
+    offer."""
 
     name: str
     help: str
@@ -53,7 +51,5 @@ class HeadKind:
         self, equations: NormalEquations, ridge: float, rank: int | None
     ) -> tuple[Mapping[str, Tensor | None], FitReport]:
         """Tensors (None: there is none) from the normal equations of one of `targets`, and how the fit went.
-
-        ridge: relative. rank: None is full. Raises FitError as `NormalEquations.solve`.
-        """
+        ridge: relative. rank: None is full. Raises FitError as `NormalEquations.solve`."""
         raise NotImplementedError

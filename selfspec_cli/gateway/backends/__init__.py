@@ -5,5 +5,5 @@ from selfspec_cli.early_exit.registry import Registry
 from selfspec_cli.gateway.backends.base import BackendKind
 
 BACKENDS: Registry[BackendKind] = Registry(
-    "backend", BackendKind, "selfspec_cli.gateway.backends", "BACKEND", "selfspec.gateway_backends", first="local"
+    "backend", BackendKind, "selfspec_cli.gateway.backends", "selfspec.gateway_backends", first="local"
 )

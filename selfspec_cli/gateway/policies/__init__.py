@@ -5,5 +5,5 @@ from selfspec_cli.early_exit.registry import Registry
 from selfspec_cli.gateway.policies.base import Policy
 
 POLICIES: Registry[Policy] = Registry(
-    "policy", Policy, "selfspec_cli.gateway.policies", "POLICY", "selfspec.gateway_policies", first="least_time"
+    "policy", Policy, "selfspec_cli.gateway.policies", "selfspec.gateway_policies", first="least_time"
 )

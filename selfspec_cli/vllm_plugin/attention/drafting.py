@@ -1,20 +1,17 @@
 """The draft's attention in one kernel (one_query.py), where a layer of vLLM's attends to the whole context.
 
 A layer's keys, values and KV cache stay vLLM's, found by the layer's name. Only drafts are computed so: the verify pass
-runs vLLM's kernels, so another way to round a sum can change a draft and no output.
-"""
+runs vLLM's kernels, so another way to round a sum can change a draft and no output."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.weights.shared import Make
+from selfspec_cli.vllm_plugin.weights.shared import Make
 
 OPERATOR = "selfspec::attend_once"
 DIMS = (64, 128)  # of a head; the kernel has been timed with these
@@ -33,9 +30,7 @@ class OneQueryAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None, *more: Any, **named: Any) -> Tensor:
         """query [n, query heads * dim], key and value [n, heads * dim] -> [n, query heads * dim].
-
-        With anything more, such as a shape for the output, or without keys and values, vLLM's layer is called.
-        """
+        With anything more, such as a shape for the output, or without keys and values, vLLM's layer is called."""
         own, name = self.attention, self.layer_name
         if more or named or key is None or value is None:
             found: Tensor = own(query, key, value, *more, **named)
@@ -47,10 +42,7 @@ class OneQueryAttention(nn.Module):
 
 
 def on_one_query(vllm_config: vllm.VllmConfig, device: torch.device) -> Make | None:
-    """For `shared.replace_in_layers`: puts one kernel in place of an `Attention` that it can stand in for.
-
-    None where that is not possible for any layer.
-    """
+    """For `shared.replace_in_layers`: one kernel for an `Attention` that it can stand in for; else None."""
     on_cuda = device.type == "cuda" and torch.version.cuda is not None
     if not on_cuda or vllm_config.parallel_config.decode_context_parallel_size > 1:
         return None

@@ -1,13 +1,11 @@
 """Attention of one new token a request over a paged KV cache, which also writes that token's key and value.
 
-Drafting runs every layer for one token at a time, and at short contexts its attention takes little time but to begin:
-on an H200 and the shape of Llama 3 8B, vLLM's three kernels (write to the cache, FlashAttention 3, combine its splits)
-take 9.5 to 12 us a layer at 64 to 1,024 tokens, and the products of the layer with 4-bit weights 41. Here it is one
-kernel, of 5 to 9 us; from about 4,000 tokens on both take about the same (gpu.jsonl.xz/attention). A program
-takes some of a request's keys for the query heads that share them. The newest key and value do not come from the cache:
-one program has them at hand, and writes them there. Where several programs share a request, the last one to arrive adds
-up what they found (flash decoding).
-"""
+At short contexts a draft step's attention takes little time but to begin: on an H200 and the shape of Llama 3 8B,
+vLLM's three kernels (write to the cache, FlashAttention 3, combine its splits) take 9.5 to 12 us a layer at 64 to 1,024
+tokens, this one 5 to 9; from about 4,000 tokens on both take about the same (gpu.jsonl.xz/attention). A program takes
+some of a request's keys for the query heads that share them; one program has the newest key and value at hand, and
+writes them to the cache. Where several programs share a request, the last one to arrive adds up what they found (flash
+decoding)."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -42,9 +40,7 @@ SEVERAL = (128, 4, 2)  # keys of a step, warps and stages for more; and where `h
 @triton.jit
 def _newest(q, key, value, keys, values, slot, scale, cache_block, cache_token, PAGE: tl.constexpr, DIM: tl.constexpr):
     """Scores of the newest token [ROWS] and its value [1, DIM], which it also writes to the token's slot of a head.
-
-    key, value: of that token and head. keys, values: of the head, in the cache's first block.
-    """
+    key, value: of that token and head. keys, values: of the head, in the cache's first block."""
     dim = tl.arange(0, DIM)
     newest, worth = tl.load(key + dim), tl.load(value + dim)
     place = tl.load(slot)
@@ -79,10 +75,8 @@ def _over_cache(
     DIM: tl.constexpr,
 ):
     """best, weight and sums with every SPLITS-th step of KEYS cached keys: an online softmax, [ROWS] and [ROWS, DIM].
-
     keys, values: of a head, in the cache's first block. blocks: the request's row of the block table. block: the blocks
-    of the first step's keys, read before.
-    """
+    of the first step's keys, read before."""
     dim, place = tl.arange(0, DIM), tl.arange(0, KEYS)
     for step in tl.range(split, steps, SPLITS):
         position = step * KEYS + place
@@ -119,9 +113,7 @@ def _together(
 ):
     """Store what a program found; the last program to arrive adds up what all of them stored. Returns whether this is
     the last one, and then the weight [ROWS] and sums [ROWS, DIM] over all programs.
-
-    parts [SPLITS, ROWS, DIM], stats [SPLITS, 2, ROWS] and arrived: of the request and head.
-    """
+    parts [SPLITS, ROWS, DIM], stats [SPLITS, 2, ROWS] and arrived: of the request and head."""
     dim, row = tl.arange(0, DIM), tl.arange(0, ROWS)
     parts += row[:, None] * DIM + dim[None, :]
     tl.store(parts + split * ROWS * DIM, sums, mask=exists[:, None])
@@ -185,8 +177,7 @@ def _attend(
 
     scale: of the scores, times log2(e). SHARED: query heads that share a key, of ROWS rows of a product. PAGE: tokens
     of a block of the cache. partial: float32 [requests, heads, SPLITS, ROWS, DIM]. found: float32 [requests, heads,
-    SPLITS, 2, ROWS], the largest score and the sum of all shares. arrived: int32 [requests, heads], left at 0.
-    """
+    SPLITS, 2, ROWS], the largest score and the sum of all shares. arrived: int32 [requests, heads], left at 0."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -268,8 +259,7 @@ def attend(
     tokens of a block, 2 * dim]: each token's key, then its value (`fits`). table int32 [n or more, blocks a request].
     seq_lens int32 [n or more]: tokens of each request, with the new one; 0 for a closed request, whose result is 0.
     slots int64 [n or more]: where the new token belongs, counted in tokens; -1: nowhere. scale: of the scores. at_once:
-    keys of a step; None for what is usual.
-    """
+    keys of a step; None for what is usual."""
     early = launches_early(query.device)
     n, query_heads, dim = query.shape
     heads, page = cache.shape[1], cache.shape[2]
@@ -328,8 +318,7 @@ def usual_settings(requests: int, heads: int, context: int, device: torch.device
 
 @lru_cache
 def has_room(device: torch.device) -> bool:
-    """Whether a program that takes 256 keys at a step finds the shared memory that it needs: 132 KiB at 128 dimensions;
-    some cards have 99."""
+    """Whether programs that take 256 keys a step have their 132 KiB of shared memory (dim 128); some cards have 99."""
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)

@@ -1,5 +1,4 @@
 """All decoder layers of a draft step as one kernel, for few tokens on 4-bit copies.
 
 models.py says for which models; drafting.py runs it; layout.py lays out weights; launch.py compiles and launches the
-kernel, whose parts are the .cu files (exchange.cu begins it and explains it).
-"""
+kernel, whose parts are the .cu files (exchange.cu begins it and explains it)."""

@@ -2,19 +2,20 @@
 
 There are two such kernels, for up to MOST tokens and, in engines for more requests, for up to MOST_WIDE. The engine's
 graphs are for one number of tokens each, so the choice between them and the kernels for single products falls when a
-graph records a step. Only drafts are computed so: the verify pass decides, on kernels of vLLM's.
-"""
+graph records a step. Only drafts are computed so: the verify pass decides, on kernels of vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
+from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, WideArguments, built, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, gate_and_up, planned, records
 from selfspec_cli.vllm_plugin.fused_step.models import (
     WARPS,
@@ -27,9 +28,6 @@ from selfspec_cli.vllm_plugin.fused_step.models import (
 )
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide_layout
 
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
-
 MOST = 8  # tokens of the kernel that passes each activation with a flag
 MOST_WIDE = max(wide_layout.WIDTHS)  # of the one that waits for counters
 EVENLY = 0.5
@@ -41,15 +39,11 @@ LOG2_E = 1.4426950408889634
 
 
 def fused_step(
-    decoder: Any, layers: Sequence[Any], copied: Copied, vllm_config: VllmConfig, device: torch.device, alone: bool
+    decoder: Any, layers: Sequence[Any], copied: Copied, vllm_config: vllm.VllmConfig, device: torch.device, alone: bool
 ) -> FusedStep | None:
     """The kernel for the layers of a decoder that draft, or None where it cannot be had. The log says which, and why.
-
-    alone: nothing else is to hold copies of these layers, so None too where some number of tokens has no kernel.
-    """
-    from selfspec_cli.vllm_plugin.vllm_names import init_logger
-
-    logger = init_logger("vllm.selfspec")
+    alone: nothing else is to hold copies of these layers, so None too where some number of tokens has no kernel."""
+    logger = vllm.init_logger("vllm.selfspec")
     reason = reason_against(decoder, layers, copied, vllm_config, device)
     if reason is not None:
         logger.info_once("draft step: kernels for single products, because %s", reason)
@@ -88,8 +82,6 @@ def has_room(tokens: int, shape: Shape, device: torch.device) -> bool:
 
 def build_for(tokens: int, shape: Shape, device: torch.device) -> Any:
     """What is compiled for up to MOST tokens, or for one of the widths of many. Raises ValueError without room."""
-    from selfspec_cli.vllm_plugin.fused_step.launch import built
-
     properties: Any = torch.cuda.get_device_properties(device)
     blocks, shared = properties.multi_processor_count, int(properties.shared_memory_per_block_optin)
     if tokens <= MOST:
@@ -99,9 +91,7 @@ def build_for(tokens: int, shape: Shape, device: torch.device) -> Any:
 
 class FusedStep:
     """The weights of layers as the kernels read them, and the kernel for each number of tokens that was asked for.
-
-    copied: kept, to follow weights that are replaced. requests: of the engine, at most.
-    """
+    copied: kept, to follow weights that are replaced. requests: of the engine, at most."""
 
     def __init__(
         self, decoder: Any, layers: Sequence[Any], copied: Copied, page: int, device: torch.device, requests: int
@@ -130,18 +120,12 @@ class FusedStep:
 
     @torch.inference_mode()
     def __call__(self, num_tokens: int, buffers: Any) -> Tensor | None:
-        """Normed hidden states [num_tokens, hidden] of a draft step on vLLM's persistent input buffers.
-
-        Call it inside vLLM's forward context. None where the trunk has to run instead: for more tokens, without a KV
-        cache, and where a graph would record what has not run before.
-        """
-        from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, pointer
-        from selfspec_cli.vllm_plugin.fused_step.wide.launch import Arguments as WideArguments
-        from selfspec_cli.vllm_plugin.vllm_names import get_attention_context
-
+        """Normed hidden states [num_tokens, hidden] of a draft step on vLLM's input buffers, inside its forward
+        context. None where the trunk has to run: for more tokens, without a KV cache, and where a graph would record
+        what has not run before."""
         if num_tokens > self.most:
             return None
-        metadata, _, cache, slots = get_attention_context(self._names[0])
+        metadata, _, cache, slots = vllm.get_attention_context(self._names[0])
         if metadata is None or metadata.max_query_len != 1 or not self._fits(metadata, cache, slots, num_tokens):
             return None
         kernel, caches = self.compiled(num_tokens, cache.shape[2]), self._addresses()
@@ -195,8 +179,7 @@ class FusedStep:
 
     @torch.inference_mode()
     def renew(self, copies: bool = True) -> None:
-        """Read the copies (but for fitted ones: False), norms and biases of now into the tensors whose addresses CUDA
-        graphs hold."""
+        """Read copies (fitted ones: False), norms and biases anew, into the tensors that CUDA graphs read."""
         if copies:
             self.fill()
         for name, tensor in stacked(self._layers).items():
@@ -209,7 +192,7 @@ class FusedStep:
         for number in range(self.shape.layers):
             self._put(number)
 
-    def _put(self, number: int) -> None:
+    def _put(self, number: int) -> None:  # a function of its own, after which a layer's copies are let go
         copies = {name: copy_of(linear) for name, linear in linears_of(self._copied(number)).items()}
         copies["gate_up"] = gate_and_up(copies["gate_up"])
         made = {name: records(copy) for name, copy in copies.items()}
@@ -228,15 +211,13 @@ class FusedStep:
         types = (torch.bfloat16, torch.int32, torch.int32, torch.int64)
         known = fits(cache, self.shape.heads, self.shape.dim) and tuple(one.dtype for one in found) == types
         if not known or min(map(len, found[1:])) < tokens:
-            from selfspec_cli.vllm_plugin.vllm_names import init_logger
-
-            init_logger("vllm.selfspec").warning_once(UNKNOWN)
+            vllm.init_logger("vllm.selfspec").warning_once(UNKNOWN)
             return False
         return True
 
     def compiled(self, tokens: int, page: int) -> Any:
         """The kernel for a number of tokens and of a block of the KV cache; None where it would be slow, or cannot be
-        compiled now."""
+        compiled."""
         if tokens not in self._few:  # the one for more tokens has room for large layers, too
             tokens = min(most for most in wide_layout.WIDTHS if most >= tokens)
         if tokens not in self._kernels and not torch.cuda.is_current_stream_capturing():
@@ -244,29 +225,22 @@ class FusedStep:
         return self._kernels.get(tokens)
 
     def _built(self, tokens: int, page: int) -> Any:
-        from selfspec_cli.vllm_plugin.fused_step.launch import Kernel
-        from selfspec_cli.vllm_plugin.vllm_names import envs, init_logger
-
         try:
             build = build_for(tokens, replace(self.shape, page=page), self._device)
-            kernel = Kernel(build, self._device, Path(envs.VLLM_CACHE_ROOT) / "selfspec")
+            kernel = Kernel(build, self._device, Path(vllm.envs.VLLM_CACHE_ROOT) / "selfspec")
             if kernel.spilled <= (FEW_SPILLED if tokens <= MOST else FEW_SPILLED_WIDE):
                 return kernel
             reason = f"a thread has {kernel.spilled} bytes more than registers"
         except (ValueError, RuntimeError) as error:
             reason = str(error)
-        logger = init_logger("vllm.selfspec")
+        logger = vllm.init_logger("vllm.selfspec")
         logger.warning("draft step: not one kernel at %d tokens, and slower, because %s", tokens, reason)
         return None
 
     def _addresses(self) -> Tensor | None:
         """Where each layer's KV cache begins, int64 [layers].
-
-        None where layers differ in their caches or metadata, or a graph would record addresses not known before.
-        """
-        from selfspec_cli.vllm_plugin.vllm_names import get_forward_context
-
-        context = get_forward_context()
+        None where layers differ in their caches or metadata, or a graph would record addresses not known before."""
+        context = vllm.get_forward_context()
         caches = [context.no_compile_layers[name].kv_cache for name in self._names]
         found = context.attn_metadata
         alike = isinstance(found, dict) and all(one.stride() == caches[0].stride() for one in caches)

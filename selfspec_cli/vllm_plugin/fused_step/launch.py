@@ -3,15 +3,17 @@
 import ctypes
 import hashlib
 from collections.abc import Sequence
+from ctypes import c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Shape
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Plan, Shape, round_up
+from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
 from selfspec_cli.whole import written
 
 NAME = b"draft_trunk"
@@ -73,17 +75,7 @@ class Build:
         shape, plan = self.shape, self.plan
         direct = min(DIRECT[min(self.tokens, len(DIRECT)) - 1], self.splits)
         values = {
-            "LAYERS": shape.layers,
-            "HIDDEN": shape.hidden,
-            "INTER": shape.intermediate,
-            "QH": shape.query_heads,
-            "KVH": shape.heads,
-            "DIM": shape.dim,
-            "PAGE": shape.page,
-            "BIAS": int(shape.bias),
-            "QKNORM": int(shape.head_norms),
-            "ROPE_FLOAT": int(shape.rope_float),
-            "EPSILON": f"{shape.epsilon!r}f",
+            **shape.options,
             "NT": self.tokens,
             "SHARED_AREA": int(shares_area(self.tokens)),
             "WARPS": plan.warps,
@@ -141,23 +133,17 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     else:
         area = even * 64 * most + plan.most_tiles * tile + rows
     attention = plan.warps * (shape.query_heads // shape.heads) * (shape.dim + 2) * 4
-    areas, factors = _round_up(max(plan.warps * area, attention), 16), plan.warps * most * even * 8
-    residual = _round_up(plan.most_rows * 16 * tokens * 4, 16)
+    areas, factors = round_up(max(plan.warps * area, attention), 16), plan.warps * most * even * 8
+    residual = round_up(plan.most_rows * 16 * tokens * 4, 16)
     queries, places, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, plan.warps * 8 * 8, 48
     per_token = plan.warps * 4 + shape.dim * 4 + 4
     sizes = plan.warps * chunks(shape, plan, at_once) * 2
-    return areas + _round_up(factors, 16) + tokens * per_token + residual + queries + places + planned + sizes
-
-
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
+    return areas + round_up(factors, 16) + tokens * per_token + residual + queries + places + planned + sizes
 
 
 def built(shape: Shape, plan: Plan, tokens: int, shared: int) -> Build:
     """With the largest copies into shared memory of which `shared` bytes have room for FEWEST_SLOTS.
-
-    Raises ValueError where there is no room, or where a block would have to attend to more than one head.
-    """
+    Raises ValueError where there is no room, or where a block would have to attend to more than one head."""
     if tokens * shape.heads > len(plan.blocks):
         raise ValueError(f"{tokens} tokens of {shape.heads} KV heads are more than {len(plan.blocks)} multiprocessors")
     for at_once in RECORDS:
@@ -168,66 +154,38 @@ def built(shape: Shape, plan: Plan, tokens: int, shared: int) -> Build:
     raise ValueError(f"{shared} bytes of shared memory have no room for the weights of {tokens} tokens")
 
 
+WEIGHTS = "norms bias head_norms final_norm embedding rope caches"
+INPUTS = "ids positions lengths slots table out"
+
+
+def _fields(pointers: str) -> list[tuple[str, Any]]:
+    """Of a structure: pointers, and the strides of the KV cache and of its table."""
+    strides = "cache_block cache_head cache_token cache_value table_row"
+    return [(name, kind) for names, kind in ((pointers, c_void_p), (strides, c_longlong)) for name in names.split()]
+
+
 class Arguments(ctypes.Structure):
     """`struct Arguments` of exchange.cu."""
 
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "stream",
-                "offsets",
-                "plan",
-                "norms",
-                "bias",
-                "head_norms",
-                "final_norm",
-                "embedding",
-                "rope",
-                "caches",
-                "words",
-                "launches",
-                "ids",
-                "positions",
-                "lengths",
-                "slots",
-                "table",
-                "out",
-            )
-        ),
-        *(
-            (name, ctypes.c_longlong)
-            for name in ("cache_block", "cache_head", "cache_token", "cache_value", "table_row")
-        ),
-        ("scale", ctypes.c_float),
-    ]
+    _fields_ = [*_fields(f"stream offsets plan {WEIGHTS} words launches {INPUTS}"), ("scale", c_float)]
 
 
-class Source(Protocol):
-    """What is compiled and launched: a `Build` of this kernel, or of the one for more tokens (wide/layout.py)."""
+class WideArguments(ctypes.Structure):
+    """`struct Arguments` of wide/memory.cu."""
 
-    name: ClassVar[bytes]
-    parts: ClassVar[tuple[str, ...]]  # files of one source, in the package of this module
-
-    @property
-    def options(self) -> list[str]: ...
-    @property
-    def grid(self) -> int: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def shared_bytes(self) -> int: ...
-    def memory(self, device: torch.device) -> dict[str, Tensor]: ...
+    _fields_ = [*_fields(f"stream offsets {WEIGHTS} memory stamps {INPUTS}"), ("tokens", c_int), ("scale", c_float)]
 
 
 class Kernel:
     """A build on one device. folder: where compiled code is kept, if anywhere; a start that finds it compiles nothing.
-
-    Raises RuntimeError for any error of CUDA's.
-    """
+    Raises RuntimeError for any error of CUDA's."""
 
     def __init__(
-        self, build: Source, device: torch.device, folder: Path | None = None, more_options: Sequence[str] = ()
+        self,
+        build: Build | wide.Build,
+        device: torch.device,
+        folder: Path | None = None,
+        more_options: Sequence[str] = (),
     ) -> None:
         from cuda.bindings import driver
 
@@ -249,7 +207,7 @@ class Kernel:
 
         for name, tensor in self.memory.items():
             setattr(arguments, name, tensor.data_ptr())
-        values = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        values = (c_void_p * 1)(ctypes.addressof(arguments))
         stream, shared = torch.cuda.current_stream().cuda_stream, self.build.shared_bytes
         sizes = (self.build.grid, 1, 1, self.build.threads, 1, 1, shared, stream)
         check(driver.cuLaunchCooperativeKernel(self._function, *sizes, ctypes.addressof(values)))

@@ -1,14 +1,14 @@
 """Weights as the kernel for a whole trunk reads them (exchange.cu says how it works). Needs torch alone.
 
-Copies of 4 bits (`early_exit.draft_weights.integers`) are laid out anew, integers and scales as they are. A record is a
-tile of 16 rows times one group of 64 columns; every warp of every block has the records of all layers in one stream, in
-the order in which it multiplies them: its share of the columns of each of its block's tiles, for queries, keys and
-values, the output product, gate and up, and down.
-"""
+Copies of 4 bits (`early_exit.draft_weights.integers`) are laid out anew, as records: a tile of 16 rows times one group
+of 64 columns. Every warp of every block has the records of all layers in one stream, in the order in which it
+multiplies them: its share of the columns of each of its block's tiles, for qkv, the output product, gate and up, and
+down."""
 
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -50,10 +50,33 @@ class Shape:
         return {name: count // GROUP for name, count in columns.items()}
 
     @property
+    def options(self) -> dict[str, object]:
+        """What either kernel is compiled with for this shape."""
+        return {
+            "LAYERS": self.layers,
+            "HIDDEN": self.hidden,
+            "INTER": self.intermediate,
+            "QH": self.query_heads,
+            "KVH": self.heads,
+            "DIM": self.dim,
+            "PAGE": self.page,
+            "BIAS": int(self.bias),
+            "QKNORM": int(self.head_norms),
+            "ROPE_FLOAT": int(self.rope_float),
+            "EPSILON": f"{self.epsilon!r}f",
+        }
+
+    @property
     def tiles(self) -> dict[str, int]:
         """Tiles of rows of each product."""
         rows = {"qkv": self.qkv, "o": self.hidden, "gate_up": 2 * self.intermediate, "down": self.hidden}
         return {name: count // ROWS for name, count in rows.items()}
+
+    @property
+    def first(self) -> dict[str, int]:
+        """Number of the first record of each product, in the order of PHASES."""
+        counts = [self.groups[name] * self.tiles[name] for name in PHASES]
+        return dict(zip(PHASES, accumulate([0, *counts]), strict=False))
 
 
 @dataclass(frozen=True)
@@ -78,12 +101,13 @@ class Plan:
         return torch.tensor(self.blocks, dtype=torch.int32)
 
 
-def planned(shape: Shape, blocks: int, warps: int, evenly: float = 1.0) -> Plan:
-    """Tiles for `blocks` blocks, so that each reads about as much of a layer.
+def round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
-    evenly: how much of what a block reads for the rows of the residual counts where tiles of gate and up are given out;
-    with 0 every block gets as many of these.
-    """
+
+def planned(shape: Shape, blocks: int, warps: int, evenly: float = 1.0) -> Plan:
+    """Tiles for `blocks` blocks, so that each reads about as much of a layer. evenly: how much of what a block reads
+    for the rows of the residual counts where tiles of gate and up are given out; with 0 every block gets as many."""
     tiles, groups = shape.tiles, shape.groups
     qkv, rows = _counts(tiles["qkv"], blocks), _counts(tiles["o"], blocks)[::-1]
     load = [
@@ -144,12 +168,9 @@ def gate_and_up(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unshifted(records: Tensor) -> Tensor:
-    """Records whose bytes are multiplied without a shift: uint8 [..., 544].
-
-    The low half of a byte is the weight of a column of the group's first 32, plus 8; the high half is the weight of the
-    column 32 further on. Of a lane's four words the first two are columns 8t to 8t + 3 of rows `row` and `row + 8`, the
-    others columns 8t + 4 to 8t + 7.
-    """
+    """Records whose bytes are multiplied without a shift: uint8 [..., 544]. The low half of a byte is the weight of a
+    column of the group's first 32, plus 8; the high half that of the column 32 further on. Of a lane's four words the
+    first two are columns 8t to 8t + 3 of rows `row` and `row + 8`, the others columns 8t + 4 to 8t + 7."""
     words = records[..., :512].unflatten(-1, (32, 2, 2, 4))  # lane, half, below, byte
     first, second = words[..., 0, :, :], words[..., 1, :, :]
     low = ((first & 15) ^ 8) | (second & 15) << 4
@@ -157,38 +178,44 @@ def unshifted(records: Tensor) -> Tensor:
     return torch.cat([torch.stack([low, high], -3).flatten(-4), records[..., 512:]], -1)
 
 
-class Stream:
-    """All warps' records. `put` layer after layer what `records` makes of the four weights."""
+class Records:
+    """The records of all layers in one stream. `put` layer after layer what `records` makes of the four weights."""
 
-    def __init__(self, shape: Shape, plan: Plan, device: torch.device) -> None:
-        self.layers = shape.layers
-        groups, tiles = shape.groups, shape.tiles
-        base, first = 0, {}
-        for name in PHASES:
-            first[name], base = base, base + groups[name] * tiles[name]
-        source: list[Tensor] = []
-        counts: list[int] = []
-        for q0, qn, o0, on, g0, gn in plan.blocks:
-            for warp in range(plan.warps):
-                own = []
-                for name, start, count in (("qkv", q0, qn), ("o", o0, on), ("gate_up", g0, gn), ("down", o0, on)):
-                    columns = share(groups[name], warp, plan.warps)
-                    together = TOGETHER if name == "gate_up" else 1
-                    tile = torch.arange(start, start + count).view(-1, 1, together) * groups[name]
-                    group = torch.arange(columns.start, columns.stop).view(1, -1, 1)
-                    own.append((first[name] + tile + group).flatten())
-                source += own
-                counts.append(sum(map(len, own)))
-        each = torch.tensor(counts)
-        starts = torch.cumsum(each * shape.layers, 0) - each * shape.layers
-        self.offsets = (starts * RECORD).to(device)
-        inside = torch.arange(int(each.sum())) - torch.repeat_interleave(torch.cumsum(each, 0) - each, each)
-        self._source = torch.cat(source).to(device)
-        self._places = (torch.repeat_interleave(starts, each) + inside).to(device)
-        self._step = torch.repeat_interleave(each, each).to(device)
-        self.records = torch.zeros(int(each.sum()) * shape.layers, RECORD, dtype=torch.uint8, device=device)
+    def __init__(self, layers: int, sources: Sequence[Tensor], device: torch.device) -> None:
+        """sources: of each reader in turn (a warp, or a block), the numbers of its records in a layer."""
+        counts = torch.tensor([len(source) for source in sources])
+        before = torch.cumsum(counts, 0) - counts
+        inside = torch.arange(int(counts.sum())) - torch.repeat_interleave(before, counts)
+        self.offsets = (before * layers * RECORD).to(device)
+        self._source = torch.cat(list(sources)).to(device)
+        self._places = (torch.repeat_interleave(before * layers, counts) + inside).to(device)
+        self._step = torch.repeat_interleave(counts, counts).to(device)
+        self.records = torch.zeros(int(counts.sum()) * layers, RECORD, dtype=torch.uint8, device=device)
 
     def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
-        """weights: records of each of PHASES, [tiles, groups, 544]."""
+        """weights: records of each of PHASES, [tiles, groups, 544]; of gate and up those of `gate_and_up`."""
         all_records = torch.cat([weights[name].flatten(0, 1) for name in PHASES])
-        self.records[self._places + layer * self._step] = unshifted(all_records)[self._source]
+        self.records[self._places + layer * self._step] = all_records[self._source]
+
+
+class Stream(Records):
+    """All warps' records."""
+
+    def __init__(self, shape: Shape, plan: Plan, device: torch.device) -> None:
+        groups, first = shape.groups, shape.first
+
+        def numbers(warp: int, name: str, start: int, count: int) -> Tensor:
+            columns = share(groups[name], warp, plan.warps)
+            together = TOGETHER if name == "gate_up" else 1
+            tile = torch.arange(start, start + count).view(-1, 1, together) * groups[name]
+            group = torch.arange(columns.start, columns.stop).view(1, -1, 1)
+            return (first[name] + tile + group).flatten()
+
+        sources = []
+        for q0, qn, o0, on, g0, gn in plan.blocks:
+            tiles = (("qkv", q0, qn), ("o", o0, on), ("gate_up", g0, gn), ("down", o0, on))
+            sources += [torch.cat([numbers(warp, *some) for some in tiles]) for warp in range(plan.warps)]
+        super().__init__(shape.layers, sources, device)
+
+    def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
+        super().put(layer, {name: unshifted(weights[name]) for name in PHASES})

@@ -11,8 +11,7 @@ from selfspec_cli.early_exit.counters import JUDGED, REASONS, STOOD
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.observe.transport import take_out
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.strict import LOGGER
+from selfspec_cli.vllm_plugin.spec_config import LOGGER, settings_of
 from selfspec_cli.vllm_plugin.vllm_names import (
     AggregateStatLoggerBase,
     PrometheusStatLogger,
@@ -21,8 +20,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 )
 
 NAME = "vllm:selfspec_"
-"""Begins as vLLM's names do, so that vLLM takes the metrics of an engine that is gone out of the registry with its own.
-"""
+"""Begins as vLLM's names do, so that vLLM takes the metrics of a dead engine out of the registry with its own."""
 PLAIN = (
     ("rounds", "draft_rounds", "Rounds in which any request was drafted for."),
     ("steps", "draft_steps", "Forward passes of the layers that draft."),
@@ -84,9 +82,7 @@ class Copies:
 
 def add_to(manager: StatLoggerManager, vllm_config: vllm.VllmConfig) -> None:
     """Show what drafting did beside vLLM's own metrics, where an engine drafts with its own layers.
-
-    The logger comes first, so that it takes its numbers out before vLLM's look at what they came in.
-    """
+    The logger comes first, so that it takes its numbers out before vLLM's look at what they came in."""
     settings = settings_of(vllm_config)
     own = next((one for one in manager.stat_loggers if isinstance(one, PrometheusStatLogger)), None)
     if settings is not None and settings.verify and own is not None:

@@ -1,15 +1,12 @@
 """How what drafting counts gets from a worker to the process that answers /metrics: within what vLLM sends anyway.
 
 A model runner lays its totals on the output of a step (`attach`), which vLLM takes to the scheduler. There they are
-joined with the scheduler's own, and what is new since the last step goes into the step's SchedulerStats (`send`), which
-vLLM takes to one of the API servers; metrics.py takes it out there. Nobody waits for a device, and an engine without
-statistics (`disable_log_stats`) sends nothing.
+joined with the scheduler's own, and what is new goes into the step's SchedulerStats (`send`), which vLLM takes to one
+of the API servers, where metrics.py takes it out. Nobody waits for a device, and an engine without statistics sends
+nothing.
 
-Of SchedulerStats, `num_kv_fetch_reqs_by_stage` holds the numbers: it is numbers by name, and vLLM reads only the names
-that it knows. What is decoded there has the type of SchedulerStats itself, so fields of our own would be lost.
-"""
-
-from __future__ import annotations
+The numbers are in `num_kv_fetch_reqs_by_stage`: that is numbers by name, of which vLLM reads only those that it knows.
+What is decoded there has the type of SchedulerStats itself, so fields of our own would be lost."""
 
 import logging
 import os
@@ -19,8 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from selfspec_cli.early_exit.counters import Snapshot
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.strict import LOGGER
+from selfspec_cli.vllm_plugin.spec_config import LOGGER, settings_of
 from selfspec_cli.vllm_plugin.v2.scheduling import learn_from_step, planner_of
 from selfspec_cli.vllm_plugin.wrap import Function, around
 
@@ -61,8 +57,7 @@ def flat(snapshot: Snapshot) -> Numbers:
 
 @around
 def attach(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Override of a model runner's `sample_tokens`: its answer also says what drafting counted. Not of the worker's,
-    which Ray's executor leaves out."""
+    """Override of a model runner's `sample_tokens` (Ray's executor leaves the worker's out): its answer has counts."""
     answer = original(self, *args, **kwargs)
     drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
     landed = getattr(getattr(drafter, "counters", None), "landed", None)

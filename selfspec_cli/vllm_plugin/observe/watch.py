@@ -1,7 +1,6 @@
 """Counts what must not happen while a model drafts (`early_exit/counters.py`), on a live engine.
 
-What watching costs must be in no timing, so a run that is timed is not watched. Outputs stay what they are.
-"""
+What watching costs must be in no timing, so a run that is timed is not watched. Outputs stay what they are."""
 
 import threading
 import warnings
@@ -48,7 +47,6 @@ class Watch:
 
 
 def _watch_v1(runner: Any, drafter: Any, watch: Watch) -> list[Undo]:
-    """On vLLM's V1 model runner, where the host takes each draft step."""
     watch.absent |= dict.fromkeys(("host_synchronisations", "allocations", "host_copies"), NO_DEVICE)
     watch.absent["unrolled_rounds"] = NO_LOOP
     counts, drafting, through = watch.counts, [False], [0]
@@ -98,8 +96,7 @@ def _watch_v1(runner: Any, drafter: Any, watch: Watch) -> list[Undo]:
 
 
 def _ended_v1(runner: Any, row: int) -> bool:
-    """Whether a row of the batch has all tokens that its request asked for. The proposer decides the same for itself:
-    it is what is watched, so it is not asked."""
+    """Whether a row has all tokens that its request asked for; decided apart from the proposer, which is watched."""
     batch = runner.input_batch
     parameters = runner.requests[batch.req_ids[row]].sampling_params
     made = int(batch.num_tokens_no_spec[row]) - int(batch.num_prompt_tokens[row])
@@ -107,8 +104,7 @@ def _ended_v1(runner: Any, row: int) -> bool:
 
 
 def _watch_v2(runner: Any, speculator: Any, watch: Watch) -> list[Undo]:
-    """On vLLM's V2 model runner, whose draft loop runs on the device. What is read of the device's state is read behind
-    `propose`, which is all that is watched."""
+    """On vLLM's V2 model runner. The device's state is read after `propose`, which is all that is watched."""
     counts, replays = watch.counts, [0]
     on_device = torch.device(speculator.device).type == "cuda"
     if not on_device:

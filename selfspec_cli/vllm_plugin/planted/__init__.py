@@ -2,5 +2,4 @@
 
 No module of this package is imported by any other: an engine has them only if it was started with the worker extension
 `selfspec_cli.vllm_plugin.planted.worker.FaultyWorker`, as `stages/verify` and `stages/check` ask for. The faults of
-`--plant` are in the repository alone, in tests/packages/faults.
-"""
+`--plant` are in the repository alone, in tests/packages/faults."""

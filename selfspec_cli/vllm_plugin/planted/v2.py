@@ -1,7 +1,6 @@
 """Faults of the verify pass on vLLM's V2 model runner. Each function plants one and returns its undoing.
 
-What is wrapped is called between CUDA graphs, never inside one, so a fault can come and go without a recapture.
-"""
+What is wrapped is called between CUDA graphs, never inside one, so a fault can come and go without a recapture."""
 
 from collections.abc import Callable
 from typing import Any

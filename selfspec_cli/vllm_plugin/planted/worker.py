@@ -17,10 +17,7 @@ class FaultyWorker(EarlyExitWorker):
     _early_exit_undo: Sequence[Undo] = ()
 
     def early_exit_plant(self, name: str) -> None:
-        """Plant one fault in place of whatever was planted before.
-
-        Raises SettingsError for a name that there is not here.
-        """
+        """Plant one fault in place of whatever was planted before. Raises SettingsError for an unknown name."""
         self.early_exit_mend()
         faults = self._planted_faults()
         if name not in faults:

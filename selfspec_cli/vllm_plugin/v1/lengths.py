@@ -14,8 +14,7 @@ from torch import Tensor
 from selfspec_cli.early_exit import confidence
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.free_drafts import Matches
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
-from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.resolved import NOTHING, RequestSettings, ResolvedSettings, switched_off_by
 from selfspec_cli.early_exit.rule import WIDTHS, Choice, LengthRule, StepTimes
 from selfspec_cli.vllm_plugin.requests import own_settings
 
@@ -32,8 +31,7 @@ class RequestBudget:
 
 
 class DraftLengths:
-    """Says before each round how much each request may draft, and hears after it what was accepted. layers: of the
-    model."""
+    """Says before each round how much each request may draft, and hears what was accepted. layers: of the model."""
 
     def __init__(self, settings: ResolvedSettings, layers: int) -> None:
         self.table, self._settings = settings.table, settings
@@ -47,11 +45,7 @@ class DraftLengths:
 
     def verdict(self, names: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
         """A verify pass is over, and a round begins. sampled: tokens of each request; verified: drafts of each that it
-        looked at.
-
-        From the beginning of one round to the next one's, the model drafts and verifies once. Where other requests came
-        in between, or a prefill, that says nothing.
-        """
+        looked at. Between two rounds the model drafts and verifies once, but for other requests or a prefill."""
         if self.rule is None:
             return
         now, running = time.perf_counter(), frozenset(names)
@@ -78,9 +72,7 @@ class DraftLengths:
         self, requests: Mapping[str, Any], load: int, names: Sequence[str], contexts: Sequence[int]
     ) -> list[RequestBudget]:
         """For each of the requests `names`, of a batch of `load`. contexts: tokens of each whose keys are known.
-
-        requests: all that the runner has, by name, each with `sampling_params`; others are forgotten.
-        """
+        requests: all that the runner has, by name, each with `sampling_params`; others are forgotten."""
         if len(self._own) > 2 * len(requests) + 16:
             for name in self._own.keys() - requests.keys():
                 self._own.pop(name)
@@ -157,8 +149,7 @@ class FreeDrafts:
     def verdict(
         self, names: Sequence[str], sampled: Sequence[list[int]], verified: Sequence[int] | None
     ) -> tuple[list[list[int]], list[int] | None]:
-        """A verify pass is over, as in `DraftLengths.verdict`: the same without the tokens that were copied, which say
-        nothing of the model's own drafts."""
+        """As `DraftLengths.verdict`: the same without copied tokens, which say nothing of the model's own drafts."""
         kept, own = list(sampled), [0] * len(sampled) if verified is None else list(verified)
         for row, (name, tokens, places) in enumerate(zip(names, sampled, own.copy(), strict=False)):
             if name not in self._matches or not tokens:

@@ -7,8 +7,7 @@ tokens at the same positions through all layers and overwrites them. So drafting
 draft leaves nothing behind that is ever read.
 
 Proposals are ragged lists, one a request, the way vLLM's n-gram proposer returns them: a request whose gate closed
-after two steps is verified with two draft tokens, not with k.
-"""
+after two steps is verified with two draft tokens, not with k."""
 
 from __future__ import annotations
 
@@ -16,44 +15,33 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
-from selfspec_cli.vllm_plugin.rope import DraftPositions
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
+from selfspec_cli.vllm_plugin.spec_config import set_strict, settings_of
+from selfspec_cli.vllm_plugin.trunk import DraftPositions, attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths, FreeDrafts, StepWorth
-from selfspec_cli.vllm_plugin.v1.processors import not_to_draft
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
-from selfspec_cli.vllm_plugin.v1.sampling import draw
-from selfspec_cli.vllm_plugin.vllm_names import (
-    CommonAttentionMetadata,
-    DraftModelProposer,
-    set_forward_context,
-)
+from selfspec_cli.vllm_plugin.v1.sampling import draw, not_to_draft
+from selfspec_cli.vllm_plugin.vllm_names import CommonAttentionMetadata, DraftModelProposer, set_forward_context
 from selfspec_cli.vllm_plugin.weights.copied import Watch, renew
 from selfspec_cli.vllm_plugin.weights.shared import without_adapters
-
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.length_table import LengthTable
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
 def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelProposer]:
     """Replacement for the V1 runner's `DraftModelProposer`: early exit where it is configured, vLLM's own elsewhere.
-
-    A subclass, because the runner also uses the name in isinstance checks.
-    """
+    A subclass, because the runner also uses the name in isinstance checks."""
 
     class DraftModelOrEarlyExit(original):
         def __new__(cls, vllm_config: vllm.VllmConfig, *args: Any, **kwargs: Any) -> DraftModelProposer:
@@ -116,11 +104,8 @@ class _EarlyExit(DraftModelProposer):
     def initialize_attn_backend(
         self, kv_cache_config: vllm.KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
-        """Draft in all of the target's own attention groups. A hybrid model has several.
-
-        With the KV cache the model's context length is final: `max_model_len=auto` may have shortened it since this
-        proposer was created.
-        """
+        """Draft in all of the target's own attention groups, of which a hybrid model has several. With the KV cache the
+        model's context length is final: `max_model_len=auto` may have shortened it since this proposer was created."""
         max_model_len = self.vllm_config.model_config.max_model_len
         # Requests near max_model_len draft less (see `_start`); vLLM would switch drafting off for the whole batch.
         self.runner.effective_drafter_max_model_len = max_model_len + self.num_speculative_tokens
@@ -174,9 +159,7 @@ class _EarlyExit(DraftModelProposer):
         self, common_attn_metadata: CommonAttentionMetadata, sampled: Any, verified: Sequence[int], *args: Any
     ) -> tuple[CommonAttentionMetadata, Tensor]:
         """Remember how many draft tokens of each request were verified. Called only after a step with drafts.
-
-        The runner gathers hidden states for drafters that need them; this one needs none.
-        """
+        The runner gathers hidden states for drafters that need them; this one needs none."""
         self._verified = verified
         return common_attn_metadata, self._nothing
 
@@ -197,11 +180,8 @@ class _EarlyExit(DraftModelProposer):
         common_attn_metadata: CommonAttentionMetadata | None = None,
         **unused: Any,
     ) -> list[list[int]]:
-        """Draft for every request that sampled a token in this step.
-
-        Returns: one list of token ids for each request, in batch order: up to k that the model drafted, then those that
-        prompt lookup copied.
-        """
+        """Token ids drafted for each request, in batch order, where it sampled a token in this step: up to k that the
+        model drafted, then those that prompt lookup copied."""
         began = time.perf_counter()
         batch = self.runner.input_batch
         sampled, verified = self._sampled, self._verified
@@ -237,16 +217,14 @@ class _EarlyExit(DraftModelProposer):
         self, state: Round, proposals: list[list[int]], sampling_metadata: vllm.SamplingMetadata
     ) -> list[tuple[Tensor, Tensor]]:
         """Run the draft loop, which appends to `proposals`.
-
-        Returns: for each step, if drafts are drawn, its rows [n] and their distributions [n, vocabulary].
-        """
+        Returns: for each step, if drafts are drawn, its rows [n] and their distributions [n, vocabulary]."""
         batch, limit = self.runner.input_batch, state.steps
         probabilistic = self._draws(sampling_metadata)
         probs: list[tuple[Tensor, Tensor]] = []
         some_copied = any(proposals)
         for step in range(limit):
             last = step + 1 == limit
-            worth = self.worth if step or some_copied else None  # the first step is made, as in v2/counting._turn
+            worth = self.worth if step or some_copied else None  # the first step is made, as in v2/worth._turn
             if worth is not None and not worth.another_step(state.rows, self.lengths.choice):
                 self.counters.ended_early()
                 break
@@ -272,9 +250,7 @@ class _EarlyExit(DraftModelProposer):
 
     def _go_on(self, state: Round, open_: Tensor | None, steps: int) -> bool:
         """Drop the requests that stop drafting after `steps` steps. Returns whether any is left.
-
-        Most steps stop no request, and indexing every tensor of the round would cost as much as the gate itself.
-        """
+        Most steps stop no request, and indexing every tensor of the round would cost as much as the gate itself."""
         masks = [] if open_ is None else [open_]
         if steps >= state.room:
             masks.append(state.positions < self._last_useful)
@@ -289,13 +265,10 @@ class _EarlyExit(DraftModelProposer):
         return any(left)
 
     def _decide(self, state: Round, ids: Sequence[str], last: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run one draft step, and ask the gate unless it is the last step of the round.
-
+        """Run one draft step: its logits [n, V], their argmax [n], and which requests go on, bool [n] (None: all, or
+        the last step).
         Logits with NaN or infinity close every gate, `none` too, and are counted. They are replaced by zeros, so that
-        the sampler gets a proper distribution and the verifier a token that it will hardly accept.
-
-        Returns: logits [n, V], their argmax [n], and whether each request's gate stays open, bool [n] (None: all).
-        """
+        the sampler gets a proper distribution and the verifier a token that it will hardly accept."""
         logits = self.head.logits(self._forward(state))  # [n, V]
         best = logits.max(-1)  # NaN counts as the largest; so does +inf
         names = [ids[row] for row in state.rows.tolist()]
@@ -316,11 +289,8 @@ class _EarlyExit(DraftModelProposer):
         return torch.from_numpy(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
 
     def _start(self, batch: Any, limit: int, proposals: list[list[int]]) -> Round | None:
-        """State of a new round: the requests that sampled a token, may draft, and have room for another token.
-
-        A request with a prompt-lookup draft gets that into `proposals` and drafts nothing itself. Returns None if no
-        request drafts.
-        """
+        """State of a new round: the requests that sampled a token, may draft, and have room for another token; None if
+        none does. A request with a prompt-lookup draft gets that into `proposals` and drafts nothing itself."""
         alone = not_to_draft(batch, self.runner.requests)
         rows = [row for row, sampled in enumerate(self._sampled) if sampled and row not in alone]
         rows = [row for row in rows if not self._ended(row)] if limit else []
@@ -393,9 +363,7 @@ class _EarlyExit(DraftModelProposer):
 
     def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], proposals: list[list[int]], places: int) -> Tensor:
         """Stack the steps' distributions to [requests, places, vocabulary]; the runner reads only proposed places.
-
-        A token that prompt lookup copied has probability 1, because nothing else could have been drafted there.
-        """
+        A token that prompt lookup copied has probability 1, because nothing else could have been drafted there."""
         stacked = torch.zeros(len(proposals), places, self.vllm_config.model_config.get_vocab_size())
         drawn = [0] * len(proposals)
         for step, (rows, step_probs) in enumerate(probs):

@@ -1,23 +1,20 @@
 """The requests of one round of drafting on vLLM's V1 model runner, and where in the KV cache its steps write.
 
 The slots and sequence lengths of every step are known when a round begins. They are computed at once and a step takes
-its row, because on one request a step's arithmetic costs what starting its operations costs.
-"""
+its row, because on one request a step's arithmetic costs what starting its operations costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
+from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.vllm_names import CommonAttentionMetadata
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 
 
 @dataclass
@@ -58,9 +55,7 @@ class Ahead:
         cls, state: Round, steps: int, tables: Sequence[Any], requests: int, context: ContextKernel | None = None
     ) -> Ahead:
         """The next `steps` steps of `state`. tables: vLLM's, one a KV cache group; requests: in the batch.
-
-        context: what leaves blocks out; None: the steps attend to all of the context.
-        """
+        context: what leaves blocks out; None: the steps attend to all of the context."""
         positions = state.positions + torch.arange(steps).unsqueeze(1)  # [steps, n]
         groups = []
         for table in tables:
@@ -80,11 +75,9 @@ class Ahead:
     def metadata(
         self, groups: Sequence[tuple[vllm.AttentionGroup, list[str]]], starts: Tensor
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The next step's attention metadata and slots [n] by layer name: one query token a request, attending to
-        everything up to and including itself.
-
-        groups: KV cache groups with the names of their layers that draft. starts: int32 0, 1, ..., at least n + 1.
-        """
+        """The next step's attention metadata and slots [n] by layer name: a query token a request, which attends up to
+        itself.
+        groups: KV cache groups with the names of their layers that draft. starts: int32 0, 1, ..., at least n + 1."""
         seq_lens, n = self.seq_lens[self.step], self.seq_lens.shape[1]
         metadata: dict[str, Any] = {}
         slot_mappings: dict[str, Tensor] = {}

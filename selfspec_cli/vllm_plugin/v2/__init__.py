@@ -8,27 +8,25 @@ kernels, from tensors that stay on the device, and the host never waits for the 
 Read in this order:
 
 speculator.py         `propose`: a round as the host launches it. Host, once a step.
-state.py, tensors.py  the tensors that a round lives in, and the gate in force. Device memory, changed between rounds.
+state.py              the tensors that a round lives in, the gate in force, and the record of drafts. Device memory,
+                      changed between rounds.
 round_setup.py        one kernel: what the verify pass left becomes the first draft step's inputs, and how much each row
                       may draft: by the table of limits by load, by its request's wishes, and by its request's end.
 draft_loop.py         a draft step, the loop over steps, and its CUDA graph for each batch size. Launched once a round.
-device_loop.py        the WHILE node of that graph, which ends on the device when every gate is closed.
-ranks.py              what tensor-parallel ranks exchange inside that loop, and whether they can.
+device_loop.py        the WHILE node of that graph, which ends on the device when every gate is closed; and what
+                      tensor-parallel ranks exchange inside that loop, and whether they can.
 kernels.py            the end of a draft step: token, gate statistics, gate, next inputs, counters. Inside the graph.
-statistics.py         the device function of all gates' statistics, written from the gates' own expressions at import.
-worth.py              whether another step is worth its time: confidence, how far it can be trusted, the loop's end.
-counting.py           what the loop counts on the device, and the turn from one step to the next.
+worth.py              the device function of all gates' statistics, whether another step is worth its time, counters.
 matches.py            free drafts: the longest match of a request's last tokens in its own history. Before the loop.
-sampler.py            what the rejection sampler does with places that hold no draft, and with chosen tokens.
-recorder.py           the record of drafts.
 ../contexts/          drafts that attend to a part of the context: kernels in front of the loop.
 
 Around the round, on the host:
 
-widths.py, sizes.py   how many draft slots are planned in a step (early_exit/rule.py), and the graphs for them.
+widths.py             how many draft slots are planned in a step (early_exit/rule.py), and the graphs for them.
 scheduling.py         the scheduler plans by them, and learns from its steps.
 step_order.py         whether a step's tokens are read before the next step is launched.
-runner.py             what a step tells the speculator before its first kernel; steps that run without it.
+runner.py             what a step tells the speculator before its first kernel; steps that run without it; what the
+                      rejection sampler does with places that hold no draft, and with chosen tokens.
 step_times.py         what steps take on the device, measured on the captured graphs at the start.
 graphs.py             graphs of verify passes: a set for each width, and those for mixed prefill and decode batches.
 

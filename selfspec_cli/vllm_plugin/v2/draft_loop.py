@@ -1,12 +1,10 @@
 """The draft loop of the V2 model runner, on the device: the layers that draft, one step, all steps of a round, and the
 CUDA graphs that they are captured into. When it runs and what it starts from is in speculator.py.
 
-A step is slot mapping, attention metadata, first E layers, exit head, gate and the next step's inputs. Captured, the
-loop ends on the device (device_loop.py) as soon as every gate is closed, on all tensor-parallel ranks alike (ranks.py).
-Where that cannot be had, k steps are captured one after the other, and closed requests do no attention work in them;
-where an attention backend cannot update its metadata in place, each step is a graph of its own. Without graphs the host
-launches each step.
-"""
+Captured, the loop ends on the device (device_loop.py) as soon as every gate is closed, on all tensor-parallel ranks
+alike. Where that cannot be had, k steps are captured one after the other, and closed requests do no
+attention work in them; where an attention backend cannot update its metadata in place, each step is a graph of its own.
+Without graphs the host launches each step."""
 
 from __future__ import annotations
 
@@ -15,28 +13,27 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.fitted_weights import FittedWeights
 from selfspec_cli.early_exit.view import drafting_layers
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.contexts import kernel_for
+from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.decoder import place_of
 from selfspec_cli.vllm_plugin.exit_head import fitted_for, load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep, fused_step
-from selfspec_cli.vllm_plugin.rope import DraftPositions
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.strict import set_strict
-from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers, layer_maker
-from selfspec_cli.vllm_plugin.v2 import device_loop, ranks, step_times
+from selfspec_cli.vllm_plugin.spec_config import set_strict, settings_of
+from selfspec_cli.vllm_plugin.trunk import DraftPositions, attention_names, first_layers, layer_maker
+from selfspec_cli.vllm_plugin.v2 import device_loop, step_times
 from selfspec_cli.vllm_plugin.v2.graphs import manager_of
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
-from selfspec_cli.vllm_plugin.v2.sizes import widths
-from selfspec_cli.vllm_plugin.v2.state import DraftState
-from selfspec_cli.vllm_plugin.v2.tensors import Free
+from selfspec_cli.vllm_plugin.v2.state import DraftState, Free
+from selfspec_cli.vllm_plugin.v2.widths import widths
 from selfspec_cli.vllm_plugin.vllm_names import (
     BatchDescriptor,
     CUDAGraphMode,
@@ -53,15 +50,11 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 from selfspec_cli.vllm_plugin.weights.copied import Watch, renew
 from selfspec_cli.vllm_plugin.weights.shared import all_on_own_weights, without_adapters
 
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.fitted_weights import FittedWeights
-    from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 
 class DraftLoop(TargetDependentARSpeculator):
-    """The layers that draft, and the loop over their steps on the device, captured or launched step by step. vLLM's
-    class keeps the interface that the runner calls."""
+    """The layers that draft, and the loop over their steps on the device. vLLM's class keeps the runner's interface."""
 
     _loop: device_loop.DeviceLoop | None = None
     _capturing = False
@@ -117,11 +110,8 @@ class DraftLoop(TargetDependentARSpeculator):
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
     def _layers(self, target: nn.Module, fitted: FittedWeights | None) -> tuple[nn.Module, FusedStep | None]:
-        """The layers that draft, and one kernel for all of them where there is one.
-
-        A kernel for every number of tokens is all that holds copies: what it does not run (more tokens, vLLM's
-        profiling run) multiplies by the target's own weights.
-        """
+        """The layers that draft, and one kernel for all of them where there is one. If it has every number of tokens it
+        alone holds copies; what it does not run (vLLM's profiling run, too) multiplies by the target's weights."""
         settings, config, skipped = self.settings, self.vllm_config, self.settings.skipped
         decoder, count = place_of(target).decoder, len(drafting_layers(settings.layer, skipped))
         if DRAFT_WEIGHTS[settings.draft_weights].copies:
@@ -156,11 +146,8 @@ class DraftLoop(TargetDependentARSpeculator):
         target_input_buffers: vllm.InputBuffers,
         target_attn_groups: list[list[vllm.AttentionGroup]],
     ) -> None:
-        """Take over the KV cache, and build attention metadata for draft steps, whose shapes differ from the target's.
-
-        With the KV cache the model's context length is final: `max_model_len=auto` may have shortened it since this
-        speculator was created.
-        """
+        """Take over the KV cache, and build attention metadata for draft steps. With the KV cache the model's context
+        length is final: `max_model_len=auto` may have shortened it since this speculator was created."""
         self.state.max_model_len = self.vllm_config.model_config.max_model_len
         self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
         self._find_groups()
@@ -199,7 +186,7 @@ class DraftLoop(TargetDependentARSpeculator):
             if self._loop is None or not self._several_ranks:
                 raise
             reason = f"the loop cannot be captured ({' '.join(str(error).split())[:160]})"
-        if self._loop is not None and self._several_ranks and (reason := ranks.agreed(reason)) is not None:
+        if self._loop is not None and self._several_ranks and (reason := device_loop.agreed(reason)) is not None:
             self._no_loop(reason)
             self.decode_cudagraph_manager.graphs.clear()
             self.decode_cudagraph_manager.pool = torch.cuda.graph_pool_handle()  # the other one may still be recording
@@ -269,10 +256,8 @@ class DraftLoop(TargetDependentARSpeculator):
 
     @property
     def _length_is_captured(self) -> bool:
-        """Whether a graph is for one draft length, so that each width of a verify pass needs one.
-
-        A loop that ends on the device reads the round's length there, and a graph of one step is replayed that often.
-        """
+        """Whether a graph is for one draft length, so that each width needs one: not if the loop ends on the device,
+        which reads the round's length, or a graph of one step is replayed that often."""
         several = len(widths(self.settings)) > 2  # more than k and 0
         return several and self._loop is None and self.supports_decode_metadata_update
 
@@ -288,11 +273,11 @@ class DraftLoop(TargetDependentARSpeculator):
             return
         reason = device_loop.unavailable()
         if self._several_ranks:
-            reason = ranks.agreed(reason)
+            reason = device_loop.agreed(reason)
         if reason is None:
             self._loop = device_loop.DeviceLoop(self.device)
             if self._several_ranks:
-                reason = ranks.reason_against_a_loop(self._loop, self.device)
+                reason = device_loop.reason_against_a_loop(self._loop, self.device)
         if reason is not None:
             self._no_loop(reason)
 
@@ -416,7 +401,7 @@ class DraftLoop(TargetDependentARSpeculator):
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens_padded),
         ):
             hidden = self._forward(num_tokens_padded)
-        with ranks.gathering_by_kernel() if self._loop is not None and self._several_ranks else nullcontext():
+        with device_loop.gathering_by_kernel() if self._loop is not None and self._several_ranks else nullcontext():
             logits = self.head.logits(hidden[:num_reqs])
         drawn = None if self.draft_logits is None else self._draw(self.head.to_full_logits(logits), num_reqs)
         self.end_step(self.state, logits, drawn)

@@ -1,14 +1,12 @@
 """Graphs of vLLM's V2 model runner that an engine with early exit has beside vLLM's own.
 
-vLLM captures decode steps in which each request has k drafts. A step without drafts would run without a full graph
-then, slower than vLLM without early exit; with a graph for every width of a verify pass that may be planned (widths.py)
-it replays what vLLM's plain decode step replays.
+vLLM captures decode steps in which each request has k drafts. With a graph for every width of a verify pass that may be
+planned (widths.py), a step without drafts replays what vLLM's plain decode step replays.
 
-A mixed prefill and decode batch has no uniform shape. vLLM replays the parts of it that lie between two attentions, and
-the host launches each attention: in a model of 24 layers some fifty launches, for which the device waits. Early exit
-ends a request in fewer steps, so more of them are such batches. Where an attention backend can be captured with any mix
-of lengths, as FlashAttention 3 can, they get full graphs here, too: one for each size, and one more for short queries.
-"""
+Of a mixed prefill and decode batch vLLM replays the parts between two attentions, and the host launches each attention:
+in a model of 24 layers some fifty launches, for which the device waits. Early exit ends a request in fewer steps, so
+more of them are such batches. Where an attention backend can be captured with any mix of lengths, as FlashAttention 3
+can, they get full graphs here, too: one for each size, and one more for short queries."""
 
 from __future__ import annotations
 
@@ -19,9 +17,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, mixed_sizes, reach, widths
 from selfspec_cli.vllm_plugin.v2.step_times import Replay
+from selfspec_cli.vllm_plugin.v2.widths import decode_sizes, mixed_sizes, reach, widths
 from selfspec_cli.vllm_plugin.vllm_names import (
     AttentionCGSupport,
     CUDAGraphMode,
@@ -30,7 +29,6 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 )
 
 if TYPE_CHECKING:
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
     from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor, ModelCudaGraphManager
 
 SHORT_ROWS = 64
@@ -198,12 +196,10 @@ def _decodes(one: BatchExecutionDescriptor) -> bool:
 
 
 def captures_any_step(config: Any, model_state: Any, attn_groups: Any) -> bool:
-    """Whether a full graph can replay a step of requests of which some are in their prefill.
-
-    The attention backends have to say so. Images, encoders, context that several ranks share and a KV cache that
-    travels are left to the graphs that vLLM has: what the host does there differs from step to step, or comes between
-    two layers.
-    """
+    """Whether a full graph can replay a step of requests of which some are in their prefill: the attention backends say
+    so.
+    Images, encoders, context that several ranks share and a KV cache that travels are left to the graphs that vLLM has:
+    what the host does there differs from step to step, or comes between two layers."""
     parallel = config.parallel_config
     if model_state.supports_mm_inputs or config.cache_config.kv_sharing_fast_prefill or config.kv_transfer_config:
         return False

@@ -2,36 +2,27 @@
 round_setup.py.
 
 Nothing here reads anything back to the host. One pass over the logits gives each row's best token and every gate
-statistic; one program a row then decides, stores the token and prepares the next step, or closes the row.
-"""
+statistic; one program a row then decides, stores the token and prepares the next step, or closes the row."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.v2.counting import NAN_LOGITS, turn
 from selfspec_cli.vllm_plugin.v2.matches import take_over
-from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
-from selfspec_cli.vllm_plugin.v2.worth import still_stands
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.v2.state import DraftState
+from selfspec_cli.vllm_plugin.v2.state import DraftState
+from selfspec_cli.vllm_plugin.v2.worth import NAN_LOGITS, PADDED, WIDTH, statistics, still_stands, turn
 
 
 @triton.jit
 def _reduce_block(logits, logits_stride, vocab_size, parts, indices, BLOCK: tl.constexpr):
     """What one block of a row's logits says: its best token, and sums from which all statistics follow.
-
     parts: [rows, 5, blocks]: greatest logit m and second greatest, the sum of e^(x - m), the mean of x - m under these
-    weights, and the weighted sum of its squared deviations (E[x^2] - E[x]^2 would cancel in float32).
-    """
+    weights, and the weighted sum of its squared deviations (E[x^2] - E[x]^2 would cancel in float32)."""
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits + row * logits_stride + columns, mask=columns < vocab_size, other=-float("inf"))
@@ -175,11 +166,8 @@ def _end_step(
 
 class EndStep:
     """Ends a draft step: takes each row's token, computes the gate's statistics, and opens or closes the row.
-
-    Two small kernels over the whole device, and one program that counts; PyTorch's argmax alone would give a row of
-    128 thousand logits to few of its multiprocessors. vocab_size: columns of the draft logits, V'. vocab_ids: int64
-    [V'], draft id -> token id, or None.
-    """
+    Two small kernels over the whole device, and one program that counts; PyTorch's argmax alone would give a row of 128
+    thousand logits to few multiprocessors. vocab_size: V'. vocab_ids: int64 [V'], draft id -> token id, or None."""
 
     _BLOCK = 2048  # logits a program; 63 programs a row at a vocabulary of 128,256
 
@@ -197,9 +185,7 @@ class EndStep:
 
     def __call__(self, state: DraftState, logits: Tensor, tokens: Tensor | None = None) -> None:
         """logits: [rows, V'] of the draft distribution, before any sampling.
-
-        tokens: int64 [rows] as ids of the full vocabulary where they were drawn already; None takes the most likely.
-        """
+        tokens: int64 [rows] as ids of the full vocabulary where they were drawn already; None takes the most likely."""
         rows, k = logits.shape[0], state.draft_tokens.shape[1]
         _reduce_block[(rows, self.blocks)](
             logits, logits.stride(0), self.vocab_size, self.parts, self.indices, BLOCK=self._BLOCK
@@ -239,11 +225,8 @@ def _undrafted(mask, local_positions, mapping, lengths, count, BLOCK: tl.constex
 
 
 def undrafted(local_positions: Tensor, mapping: Tensor, lengths: Tensor) -> Tensor:
-    """Which input tokens of a verify pass stand where nothing was drafted, bool [logits].
-
-    local_positions, mapping: [logits] place in its request's draft, and request. lengths: int32 [requests], tokens that
-    each request drafted.
-    """
+    """Which input tokens of a verify pass stand where nothing was drafted, bool [logits]. local_positions, mapping:
+    [logits] place in its request's draft, and request. lengths: int32 [requests], tokens that each drafted."""
     count, block = local_positions.shape[0], 1024
     mask = torch.empty(count, dtype=torch.bool, device=local_positions.device)
     _undrafted[(triton.cdiv(count, block),)](mask, local_positions, mapping, lengths, count, BLOCK=block)

@@ -1,18 +1,16 @@
 """Free drafts on vLLM's V2 model runner: early_exit/free_drafts.py for a whole batch, on the device.
 
-A round with free drafts has three more kernels in front of its loop. `_look_up` finds the longest match of each
-request's last tokens, over blocks of its history; `_judge`, one program a row, learns from the verify pass how often
-matches came true, and copies the draft of a row whose match is trusted, which closes the row; then a step's end counts
-who is left, and ends the round where a step for these costs all more than it brings (`counting._turn`). In the loop,
-`take_over` ends a row whose own draft made its match long enough.
-"""
+In front of the loop, `_look_up` finds the longest match of each request's last tokens, over blocks of its history;
+`_judge`, one program a row, learns from the verify pass how often matches came true, and copies the draft of a row
+whose match is trusted, which closes the row; then a step's end counts who is left, and ends the round where a step for
+these costs all more than it brings. In the loop, `take_over` ends a row whose own draft made its match long enough."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -20,10 +18,9 @@ from torch import Tensor
 
 from selfspec_cli.early_exit import free_drafts
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-from selfspec_cli.vllm_plugin.v2.counting import FREE_ACCEPTED, FREE_DRAFTED, turn
+from selfspec_cli.vllm_plugin.v2.state import DraftState
+from selfspec_cli.vllm_plugin.v2.worth import FREE_ACCEPTED, FREE_DRAFTED, turn
 
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.v2.state import DraftState
 LONGEST = tl.constexpr(free_drafts.LONGEST)
 WEIGHT = tl.constexpr(free_drafts.WEIGHT)
 _BLOCK = 1024
@@ -192,8 +189,7 @@ def _judge(
 def take_over(
     row, request, step, token, matches, columns, inputs, lengths, counts, K: tl.constexpr, PLACES: tl.constexpr
 ):
-    """After a row's own token number `step`: whether its match, if it is still followed, is long enough now. Then the
-    rest is copied."""
+    """After a row's own token number `step`: whether its followed match is long enough now; then the rest is copied."""
     room, length = tl.load(matches.room + row), tl.load(matches.length + request)
     known, start = tl.load(matches.known + request), tl.load(matches.start + request)
     text, place = matches.text + request * columns, step.to(tl.int32)
@@ -225,8 +221,7 @@ def _certain(
 
 
 def look_up(state: DraftState, batch: vllm.InputBatch, verdict: Any) -> None:
-    """The longest match of each row's last tokens, into `state.matches.found`, which is 0 before. verdict:
-    `round_setup.Verdict`."""
+    """The longest match of each row's last tokens, into `state.matches.found`, 0 before; by a `round_setup.Verdict`."""
     longest = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()) + 1  # on the host already
     _look_up[(batch.num_reqs, triton.cdiv(longest, _BLOCK))](
         state.matches, state.matches.text.stride(0), batch.idx_mapping, verdict, BLOCK=_BLOCK
@@ -234,8 +229,7 @@ def look_up(state: DraftState, batch: vllm.InputBatch, verdict: Any) -> None:
 
 
 def judge(state: DraftState, batch: vllm.InputBatch, verdict: Any) -> None:
-    """After `_look_up` and `round_setup._begin_round`: learn from the verify pass, and copy the drafts of rows whose
-    match is trusted."""
+    """After `_begin_round`: learn from the verify pass, and copy the drafts of rows whose match is trusted."""
     assert state.free is not None
     places = state.draft_tokens.shape[1]
     _judge[(batch.num_reqs,)](

@@ -9,27 +9,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.length_table import LARGEST
-from selfspec_cli.early_exit.request_settings import RequestSettings
+from selfspec_cli.early_exit.resolved import RequestSettings
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-from selfspec_cli.vllm_plugin.v2.counting import ROUNDS, count_step
 from selfspec_cli.vllm_plugin.v2.matches import judge, look_up
-from selfspec_cli.vllm_plugin.v2.worth import join, judge_confidence
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.v2.state import DraftState
+from selfspec_cli.vllm_plugin.v2.state import DraftState
+from selfspec_cli.vllm_plugin.v2.worth import ROUNDS, count_step, join, judge_confidence
 
 
 class Verdict(NamedTuple):
-    """What a verify pass left on the device. seq_lens: tokens in the KV cache, rejected drafts included; num_sampled:
-    tokens that each row gained; num_rejected: draft slots that gave none, int32 [rows]; last_sampled: the newest token,
-    [requests]."""
+    """What a verify pass left on the device, int32 [rows]. seq_lens: tokens in the KV cache, rejected drafts included;
+    num_sampled: tokens gained; num_rejected: draft slots that gave none; last_sampled [requests]: the newest token."""
 
     seq_lens: Tensor
     num_sampled: Tensor
@@ -40,10 +36,8 @@ class Verdict(NamedTuple):
 @dataclass(frozen=True)
 class Ending:
     """Where a request ends: at `length` tokens, its prompt counted in, and after the token `stop` (-1: none).
-
     vLLM's scheduler begins a step before it has seen the tokens of the last one, so it also runs one for a request that
-    has just ended. On the device the end is known at once, and nothing has to be drafted in vain while others wait.
-    """
+    has just ended. On the device the end is known at once, and nothing has to be drafted in vain while others wait."""
 
     length: int = LARGEST
     stop: int = -1
@@ -79,11 +73,8 @@ def take_in(
     limits: Sequence[float],
     ends: Sequence[Ending],
 ) -> None:
-    """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own.
-
-    Under load most steps bring new requests, and the host launches this while others wait for their tokens. So all of
-    it is one copy and one kernel.
-    """
+    """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own. One copy and one
+    kernel, because under load most steps bring new requests, and the host launches this while others wait."""
     lines = [
         (slot, end.length, end.stop, LARGEST if one.k is None else one.k, *struct.unpack("i", struct.pack("f", limit)))
         for slot, one, limit, end in zip(slots, own, limits, ends, strict=True)
@@ -112,8 +103,7 @@ def _by_table(
     ROWS: tl.constexpr,
     LIMITS: tl.constexpr,
 ):
-    """The lengths that the table, and that the request itself allows each row; stores what the row's gate compares
-    with."""
+    """The lengths that the table, and the request itself, allows each row; stores what the row's gate compares with."""
     allowed = tl.full((ROWS,), 0, tl.int32)
     for cell in range(number_of_cells):  # the last one that is reached is in force
         reached = (tl.load(budget.cells + 3 * cell) <= num_reqs) & (cached >= tl.load(budget.cells + 3 * cell + 1))
@@ -127,8 +117,7 @@ def _by_table(
 
 @triton.jit
 def _store_first_inputs(row, request, inside, drafts, token, cached, inputs, K: tl.constexpr, ROWS: tl.constexpr):
-    """The first draft step's inputs. A row that does not draft gets the request -1: no slot, no attention, no
-    sampling."""
+    """The first draft step's inputs. A row that does not draft gets the request -1: no slot, attention or sampling."""
     token, position = tl.where(drafts, token, 0), tl.where(drafts, cached, 0)
     tl.store(inputs.input_ids + row, token, mask=inside)
     tl.store(inputs.positions + row, position.to(tl.int64), mask=inside)
@@ -246,11 +235,9 @@ def begin_round(
     dummy_run: bool = False,
 ) -> None:
     """Inputs of the first draft step, from what the verify pass left on the device, and free drafts if there are any.
-
+    Rows that do not draft get the request -1; every row starts without a drafted token.
     verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
-    own_limits: whether thresholds of requests count; they are for the gate that the engine was started with.
-    Rows that do not draft get the request -1. Every row starts without a drafted token.
-    """
+    own_limits: whether thresholds of requests count; they are for the gate that the engine was started with."""
     rows, places = state.draft_tokens.shape
     free = None if dummy_run else state.free
     left = Verdict(batch.seq_lens, *verdict)

@@ -1,8 +1,6 @@
 """What vLLM's scheduler does with early exit on the V2 model runner: it has a planner of widths (widths.py), hands out
 the draft slots that this plans, and tells it what steps took and brought."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any

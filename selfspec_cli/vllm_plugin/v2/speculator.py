@@ -1,10 +1,8 @@
 """The drafter of the V2 model runner, as vLLM's runner knows it: a round, and what changes on a live engine.
 
-The same method as v1/proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
-newest token, the number of rejected drafts and the block tables on the device; one kernel turns them into the first
+As v1/proposer.py, but the device never waits for the host: one kernel turns what the verify pass left into the first
 draft step's inputs (round_setup.py), and then the draft loop runs (draft_loop.py). There is no draft prefill: the
-shared KV cache holds everything already.
-"""
+shared KV cache holds everything already."""
 
 from __future__ import annotations
 
@@ -12,13 +10,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.request_settings import NOTHING
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.resolved import NOTHING, ResolvedSettings
+from selfspec_cli.early_exit.rule import Choice
 from selfspec_cli.early_exit.settings import AUTO
 from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin import vllm_names as vllm
@@ -27,21 +27,16 @@ from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
 from selfspec_cli.vllm_plugin.v2.matches import certain
-from selfspec_cli.vllm_plugin.v2.recorder import DeviceRecorder
 from selfspec_cli.vllm_plugin.v2.round_setup import Ending, begin_round, take_in
-from selfspec_cli.vllm_plugin.v2.sampler import verify_no_more_than
+from selfspec_cli.vllm_plugin.v2.runner import verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.scheduling import planners_like
-from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DeviceRecorder, DraftState
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
 from selfspec_cli.vllm_plugin.vllm_names import dispatch_cg_and_sync_dp, init_logger, set_forward_context
 from selfspec_cli.vllm_plugin.weights import lowbit
 from selfspec_cli.vllm_plugin.wrap import around
 
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.length_table import LengthTable
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.early_exit.rule import Choice
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
 
@@ -95,8 +90,7 @@ class EarlyExitSpeculator(DraftLoop):
             planner.chooses_width = on
 
     def _planners(self, key: str) -> list[WidthPlanner]:
-        """The width planners of this engine. Raises SettingsError, which names the setting `key`, if the scheduler runs
-        in another process."""
+        """This engine's width planners. Raises SettingsError, naming `key`, if the scheduler is in another process."""
         started = settings_of(self.vllm_config)
         assert started is not None
         planners = planners_like(started)
@@ -118,17 +112,10 @@ class EarlyExitSpeculator(DraftLoop):
             self.state.left_out.zero_()  # a round that leaves nothing out does not write it
         self._leaves_out = leaves_out
 
-    def _limit(self, threshold: float | None) -> float:
-        """The number that the gate compares with for a request's `threshold`; NaN, the gate's own, if it has none."""
-        return math.nan if threshold is None else self.gate.limit(threshold)
-
     def add_requests(self, slots: list[int], parameters: list[Any], prompts: list[int], verified: bool) -> None:
-        """Note new requests before their first step.
-
-        The device does not need them before drafts are verified or a round begins, so they are sent only then: the host
-        launches the step first, and a server with drafting disabled sends nothing. slots: vLLM's; parameters: the
-        SamplingParams of each, or None; prompts: lengths in tokens; verified: whether the coming step verifies drafts.
-        """
+        """Note new requests before their first step; they are sent to the device only before drafts are verified or a
+        round begins, so a server with drafting disabled sends nothing. slots: vLLM's; parameters: the SamplingParams of
+        each, or None; prompts: lengths in tokens; verified: whether the coming step verifies drafts."""
         self._new.update(zip(slots, zip(parameters, prompts, strict=True), strict=True))
         if verified:
             self._take_in()
@@ -139,7 +126,8 @@ class EarlyExitSpeculator(DraftLoop):
             return
         parameters, prompts = zip(*self._new.values(), strict=True)
         settings = [own_settings(params, self.settings) for params in parameters]
-        limits = [self._limit(request.threshold) for request in settings]
+        own = (request.threshold for request in settings)
+        limits = [math.nan if threshold is None else self.gate.limit(threshold) for threshold in own]
         ends = [Ending.of(params, length) for params, length in zip(parameters, prompts, strict=True)]
         take_in(self.state, list(self._new), settings, limits, ends)
         self._new.clear()
@@ -181,13 +169,9 @@ class EarlyExitSpeculator(DraftLoop):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """Draft up to k tokens for each request of the batch, without waiting for the device.
-
-        num_speculative_tokens: most tokens drafted in this round; None: k. vLLM passes fewer if it chooses by batch
-        size.
-
-        Returns: token ids, int64 [num_reqs, k], 0 at places without a draft (see sampler.py).
-        """
+        """Token ids that are drafted for each request, int64 [num_reqs, k], without waiting for the device; 0 at places
+        without a draft (runner.py).
+        num_speculative_tokens: most of this round; None: k. vLLM passes fewer if it chooses by batch size."""
         if self._weights is not None and self._weights.stale:
             self.renew()
         steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens

@@ -1,20 +1,158 @@
-"""Everything that the V2 draft loop keeps on the device, and the gate that can change there without a recapture."""
+"""Everything that the V2 draft loop keeps on the device, in groups that kernels take: named tuples, which Triton passes
+field by field. And the gate that can change there without a recapture, and the record of drafts.
+
+A row is a place in the batch; a request is vLLM's slot for one."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from selfspec_cli.early_exit import confidence, free_drafts
 from selfspec_cli.early_exit.counters import JUDGED, STOOD, Snapshot
-from selfspec_cli.early_exit.gates import Rule, device_features, require_device
+from selfspec_cli.early_exit.gates import GATES, check_threshold, device_features, require_device
 from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
-from selfspec_cli.vllm_plugin.v2.tensors import Free, GateRule, Limits, Matches, Progress, RoundInputs, Worth
+
+
+class RoundInputs(NamedTuple):
+    """What a draft step reads of each row and writes for the step after. The first four are vLLM's input buffers; a row
+    of sequence length 0 does no work.
+    sample_positions: int64. idx_mapping, requests: int64, row -> request, -1 for a row that does not draft; the first
+    is closed with the gate. draft_tokens: int64 [rows, k], 0 where nothing was drafted. row_steps: int32, most drafts
+    this round. row_limits: float32, what the gate compares with, NaN for its own threshold. left_out: int32, tokens of
+    context that the row's drafts do not attend to."""
+
+    input_ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    sample_positions: Tensor
+    idx_mapping: Tensor
+    requests: Tensor
+    draft_tokens: Tensor
+    row_steps: Tensor
+    row_limits: Tensor
+    left_out: Tensor
+
+
+class Progress(NamedTuple):
+    """The scalars of a round, and the counters (int64; worth.py). limit: most drafts a round; round_limit: the most of
+    any row this round. active, going: rows in this step, and rows that go on after it."""
+
+    step: Tensor
+    limit: Tensor
+    round_limit: Tensor
+    active: Tensor
+    going: Tensor
+    counts: Tensor
+
+
+class GateRule(NamedTuple):
+    """The gate in force: its statistic's number (-1: always open), and its sign and threshold, float32 [2]."""
+
+    feature: Tensor
+    rule: Tensor
+
+
+class Limits(NamedTuple):
+    """What limits each draft. cells: int32 [cells, 3], requests, context and length of each entry of the table of
+    lengths, in its order. own_lengths, own_limits: int32 and float32 [requests], what each request asked for (LARGEST
+    and NaN: nothing). ends, stops: int32 [requests], `round_setup.Ending` of each."""
+
+    cells: Tensor
+    own_lengths: Tensor
+    own_limits: Tensor
+    ends: Tensor
+    stops: Tensor
+
+
+class Free(NamedTuple):
+    """What bounds drafts where there are free ones: tokens of a free one, k of the model's own, and the number of
+    requests up to which the table bounds the model's own drafts alone. alone: whether no layer drafts."""
+
+    tokens: int
+    k: int
+    requests: int = 0
+    alone: bool = False
+
+
+class Matches(NamedTuple):
+    """What the histories say; see `free_drafts.Matches`.
+
+    text: int32 [requests, tokens], vLLM's own record of each request's tokens. found: int64 [rows], of the look-up: the
+    length of the match in the high half and its place in the low one, 0 for none.
+    Requests: rates (float32 [requests, LONGEST]), own (float32), and as int32 length, start, known, trusted, drafted
+    and copied. room: int32 [rows], most tokens of the draft of each; 0 where the match is not followed (any more)."""
+
+    text: Tensor
+    found: Tensor
+    rates: Tensor
+    own: Tensor
+    length: Tensor
+    start: Tensor
+    known: Tensor
+    trusted: Tensor
+    drafted: Tensor
+    copied: Tensor
+    room: Tensor
+
+    @classmethod
+    def of(cls, requests: int, text: Tensor | None, device: torch.device) -> Matches:
+        """For `requests` slots of requests. text: None without free drafts; nothing reads the tensors then."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        some = requests if text is not None else 1
+        return cls(
+            text=zeros(1, 1) if text is None else text,
+            found=zeros(some, dtype=torch.int64),
+            rates=zeros(some, free_drafts.LONGEST, dtype=torch.float32),
+            own=zeros(some, dtype=torch.float32),
+            length=zeros(some),
+            start=zeros(some),
+            known=zeros(some),
+            trusted=zeros(some),
+            drafted=zeros(requests),
+            copied=zeros(some),
+            room=zeros(some),
+        )
+
+
+class Worth(NamedTuple):
+    """What the loop's end is decided by. first, counts, fresh: float32 [2, BINS], tokens that stood and that were
+    judged: the first guess, all, and those of the round before. rates: float32 [BINS], estimated acceptance by
+    confidence. stands: float32 [rows], the probability that a row's draft and its next token stand. step_value: float32
+    [1], tokens that a step has to bring."""
+
+    first: Tensor
+    counts: Tensor
+    fresh: Tensor
+    rates: Tensor
+    stands: Tensor
+    step_value: Tensor
+
+    @classmethod
+    def of(cls, rows: int, device: torch.device) -> Worth:
+        """Before anything is known, for `rows` rows; a step has no value to reach, so that drafts go on."""
+        first = confidence.first_counts()
+        return cls(
+            first=first.to(device),
+            counts=first.clone().to(device),
+            fresh=torch.zeros_like(first, device=device),
+            rates=confidence.rates(first).to(device),
+            stands=torch.ones(rows, device=device),
+            step_value=torch.zeros(1, device=device),
+        )
+
 
 COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted")
 """The first of `Progress.counts`, in the kernels' order."""
@@ -50,14 +188,11 @@ class LateCopy:
 
 
 class DraftState:
-    """Persistent tensors of the draft loop, in the groups that kernels take (tensors.py).
-
+    """Persistent tensors of the draft loop, in the groups that kernels take.
     lengths: int32 [requests], tokens proposed in the last round. statistics: float32 [requests, k, features], with what
-    a cumulative gate reads of the step before. matches: read where `free` is not None; but `matches.drafted`, tokens of
-    the model's own in the last draft, counts everywhere. worth: read where `measures`. arrivals: int32 [requests, 5],
-    of new requests (round_setup.py). features: names of the statistics. step_value, step_cost: of the round in hand, as
-    `rule.Choice` has them.
-    """
+    a cumulative gate reads of the step before; features: their names. matches: read where `free` is not None, but
+    `matches.drafted`, tokens of the model's own in the last draft, counts everywhere. worth: read where `measures`.
+    arrivals: int32 [requests, 5], of new requests (round_setup.py). step_value, step_cost: see `rule.Choice`."""
 
     def __init__(
         self,
@@ -73,10 +208,8 @@ class DraftState:
         measures: bool = False,
     ) -> None:
         """Around tensors that vLLM's speculator owns already; all others start at zero, the gate open.
-
         table: limits by load; None: k for all. free: None without free drafts; text: the tokens of all requests, for
-        these. measures: whether the value of a step ends a round.
-        """
+        these. measures: whether the value of a step ends a round."""
         rows, k = draft_tokens.shape
         device, self.features = draft_tokens.device, device_features()
 
@@ -185,11 +318,48 @@ class DeviceGate(LiveGate):
 
     def set(self, kind: str, threshold: float | None) -> None:
         """As `LiveGate.set`; takes effect in the next round, and needs no recapture."""
+        require_device(GATES[kind].rule(check_threshold(kind, threshold)))  # before anything has changed
         super().set(kind, threshold)
         rule = self.rule
         sign, limit = 1.0 if rule.direction == "at_least" else -1.0, self.limit(None)
         self._state.gate.feature.fill_(-1 if rule.feature is None else self._state.features.index(rule.feature))
         self._state.gate.rule.copy_(torch.tensor([sign, limit]))
 
-    def _accept(self, rule: Rule) -> None:
-        require_device(rule)
+
+@dataclass
+class DeviceRecorder:
+    """Collects the record of `DraftRecorder` from drafts that stay on the device, without waiting for them.
+    Each round is a handful of small copies; they are read when the record is."""
+
+    features: tuple[str, ...] = field(default_factory=device_features)
+    _rounds: list[tuple[list[str], Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def verdict(self, batch: vllm.InputBatch, num_sampled: Tensor, state: DraftState) -> None:
+        """The verify pass is over, and the state still describes the drafts that it looked at."""
+        if batch.num_draft_tokens_per_req is None:
+            return  # a step without drafts
+        places, requests = batch.cu_num_logits.diff() - 1, batch.idx_mapping
+        self._rounds.append(
+            (
+                list(batch.req_ids),
+                places,
+                num_sampled.clone(),
+                state.matches.drafted[requests],
+                state.statistics[requests],
+            )
+        )
+
+    def plain(self) -> dict[str, list[Any]]:
+        """The log so far in the form of `DraftRecorder.plain`. Waits for the device."""
+        log: dict[str, list[Any]] = {"statistics": [], "drafted": [], "accepted": [], "request": []}
+        log["features"] = list(self.features)
+        numbers: dict[str, int] = {}
+        for names, verified, sampled, lengths, statistics in self._rounds:
+            seen = torch.minimum(verified, lengths).tolist()
+            for row, (name, gained) in enumerate(zip(names, sampled.tolist(), strict=False)):
+                if seen[row] > 0 and gained > 0:
+                    log["statistics"].append(statistics[row, : seen[row]].tolist())
+                    log["drafted"].append(int(seen[row]))
+                    log["accepted"].append(min(gained - 1, int(seen[row])))
+                    log["request"].append(numbers.setdefault(name, len(numbers)))
+        return log

@@ -1,42 +1,36 @@
 """The draft on copies of the target's weights, of any kind (early_exit/draft_weights).
 
-The target's modules are left as they are, so the verify pass, which decides on every token, runs on its own weights;
-copies can only change which drafts are proposed. Of a mixture of experts the router, and experts that every token
-passes through, stay the target's own; the copied experts are run by the same part of vLLM as the target's, on the CPU
-from dequantised weights, on CUDA by the module of kernels of the kind.
+The target's modules are left as they are: copies can only change which drafts are proposed. Of a mixture of experts the
+router, and experts that every token passes through, stay the target's own; the copied experts are run by the same part
+of vLLM, on the CPU from dequantised weights, on CUDA by the module of kernels of the kind.
 
 Weights that are replaced in a live engine reach the copies: these, and rows of the lm_head that were gathered for a
 draft vocabulary, are filled anew in place, because CUDA graphs hold their addresses. What was fitted to the old weights
-(an exit head's file, copies that were made from data) cannot be; the log says so.
-"""
+(an exit head's file, copies that were made from data) cannot be; the log says so."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
+from selfspec_cli.early_exit.draft_weights.base import DraftWeights
+from selfspec_cli.early_exit.fitted_weights import FittedWeights
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.weights.shared import Make, shallow_copy, with_replaced
-
-if TYPE_CHECKING:
-    from selfspec_cli.early_exit.fitted_weights import FittedWeights
-    from selfspec_cli.early_exit.resolved import ResolvedSettings
-    from selfspec_cli.vllm_plugin.vllm_names import InductorPass, ModelConfig, ParallelConfig, VllmConfig
+from selfspec_cli.vllm_plugin.wrap import Function, around
 
 
 class Kernels(Protocol):
-    """The module that `DraftWeights.kernels` names. It is imported where the weights are on a CUDA device, only there.
-
+    """The module that `DraftWeights.kernels` names, imported only where the weights are on a CUDA device.
     COMPILE_SIZES: numbers of tokens for which a compiled trunk needs a graph of its own, because `linear` takes another
-    path for them.
-    """
+    path for them."""
 
     COMPILE_SIZES: tuple[int, ...]
 
@@ -45,34 +39,26 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
         """x [n, in] -> [n, out] on what `prepare` returned, bias [out] included.
-
         weight: the target's own, [out, in], for numbers of tokens at which the copy saves no time; None where the
-        target holds it in another form.
-
-        Dynamo traces it once for any number of tokens, and CUDA graphs record it: what it calls must be registered as
-        an operator of torch with a fake implementation.
-        """
+        target holds it in another form. Dynamo traces it once for any number of tokens, and CUDA graphs record it: what
+        it calls must be registered as an operator of torch with a fake implementation."""
 
     def compile_for(self, tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Compile what `linear` launches for `tokens` tokens of `dtype`, from any thread; where that takes no time, or
-        happens elsewhere, do nothing."""
+        """Compile what `linear` launches for `tokens` tokens of `dtype`, from any thread, where that takes time."""
 
     def activation(self, module: nn.Module, name: str) -> nn.Module | None:
         """What stands in for a part of a layer that is an activation; None to leave it, and for all other parts."""
 
-    def graph_pass(self) -> InductorPass | None:
+    def graph_pass(self) -> vllm.InductorPass | None:
         """A pass over the graphs of the compiled layers, before vLLM lowers operators of its own; None: no pass."""
 
     def experts(
         self, layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
     ) -> tuple[Any, Any, dict[str, Tensor]]:
         """vLLM's kernel for experts on copies (FusedMoEKernel), its FusedMoEQuantConfig, and the layer's parameters:
-        what the kernel reads as "w13_weight" and "w2_weight", and all else that it holds.
-
-        layer: vLLM's RoutedExperts. w13, w2: copies of [experts, out, in], each tensor with the experts first.
-        activation: arguments of the FusedMoEQuantConfig. Called only if `DraftWeights.experts` says that there are such
-        kernels.
-        """
+        what the kernel reads as "w13_weight" and "w2_weight", and all else that it holds. Called where
+        `DraftWeights.experts` is true. layer: vLLM's RoutedExperts. w13, w2: copies of [experts, out, in], each tensor
+        with the experts first. activation: arguments of the FusedMoEQuantConfig."""
 
 
 def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:
@@ -82,41 +68,14 @@ def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:
     return cast(Kernels, importlib.import_module(kind.kernels))
 
 
-def facts_of(target: ModelConfig, parallel: ParallelConfig) -> WeightFacts:
-    """What `DraftWeights.reason_against` asks of the target that vLLM has configured, and of this machine."""
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
-    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    return WeightFacts(
-        device="cuda" if current_platform.is_cuda() else "cpu",
-        dtype=str(target.dtype).removeprefix("torch."),
-        quantization=target.quantization or "",
-        is_moe=target.is_moe,
-        expert_parallel=bool(parallel.enable_expert_parallel),
-        row_lengths=_row_lengths(target, parallel),
-        capability=None if capability is None else (capability.major, capability.minor),
-        device_name=current_platform.device_name,
-    )
-
-
-def _row_lengths(target: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Lengths of a rank's rows of weights that every layer has, as far as the config names them."""
-    config, ranks = target.hf_text_config, parallel.tensor_parallel_size
-    intermediate = None if target.is_moe else getattr(config, "intermediate_size", None)
-    return (int(target.get_hidden_size()), *([] if not isinstance(intermediate, int) else [intermediate // ranks]))
-
-
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
 class CopiedWeight(nn.Module):
-    """x [..., in] -> [n, out] on a copy of `weight` [out, in].
-
-    With kernels it keeps the tensors that these read. Without, the copy is dequantised once, to the weight's own dtype,
-    which PyTorch multiplies by: that drafts the same tokens but for rounding, and saves no time.
-
-    shared: the target holds `weight` itself, so keeping it takes no memory.
-    """
+    """x [..., in] -> [n, out] on a copy of `weight` [out, in]. With kernels it keeps the tensors that these read.
+    Without, PyTorch multiplies by the copy, dequantised to the weight's own dtype: the same drafts but for rounding, in
+    the same time as the target's.
+    shared: the target holds `weight` itself, so keeping it takes no memory."""
 
     def __init__(self, kind: DraftWeights, weight: Tensor, shared: bool = True) -> None:
         super().__init__()
@@ -161,15 +120,12 @@ class CopiedLinear:
 
 def on_copies(kind: DraftWeights, dtype: torch.dtype, fitted: FittedWeights | None = None) -> Make:
     """For `shared.replace_in_layers`: a linear layer on a copy of its weight, None for what is no linear layer.
-
     dtype: of the target's weights. fitted: copies of that kind, made from data, to take where it has one. What is made
-    raises SettingsError for a linear layer whose weight is not plain and of that dtype, and for weights that are not
-    finite. Experts: `on_copied_experts`.
-    """
-    from selfspec_cli.vllm_plugin.vllm_names import LinearBase
+    raises SettingsError for a weight that is not plain, of another dtype, or not finite. Experts:
+    `on_copied_experts`."""
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
-        if not isinstance(module, LinearBase):
+        if not isinstance(module, vllm.LinearBase):
             return None
         stored = fitted.kind_of(name) if fitted is not None and name in fitted.copies else kind
         return copied(stored, dtype, module, name)
@@ -193,10 +149,8 @@ def copied(kind: DraftWeights, dtype: torch.dtype, layer: Any, name: str) -> nn.
 
 def plain_weight(layer: Any) -> Tensor | None:
     """The weight [out, in] that a linear layer multiplies by; None for one of which it cannot be had.
-
     vLLM's CPU build packs linear weights into buffers of its kernels' own and empties the parameter, and a quantised
-    layer has another form for each method. Both are read back: what the layer makes of the unit vectors.
-    """
+    layer has another form for each method. Both are read back: what the layer makes of the unit vectors."""
     weight, method = getattr(layer, "weight", None), getattr(layer, "quant_method", None)
     if isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
         if weight.numel() or not hasattr(layer, "cpu_linear"):
@@ -212,10 +166,8 @@ UNIT_VECTORS = 512  # multiplied at once, so that they take little memory compar
 @torch.inference_mode()
 def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
     """What vLLM packed, [out, in]: exact but for rounding to `dtype`, because every sum has one term that is not zero.
-
     A layer that rounds its tokens by a scale from the checkpoint (static fp8) takes that scale in place of ones: it is
-    rounded to one, where a 1 might be beyond the greatest value.
-    """
+    rounded to one, where a 1 might be beyond the greatest value."""
     columns, parts = int(layer.input_size_per_partition), []
     device = next(layer.parameters()).device
     scale = getattr(layer, "input_scale", None)
@@ -233,15 +185,12 @@ def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
 SUFFIX = ".draft"  # of the name by which a forward pass finds the copy; the target's own has none
 
 
-def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:
+def on_copied_experts(kind: DraftWeights, vllm_config: vllm.VllmConfig) -> Make:
     """For `replace_in_layers`: a mixture of experts on copies of its experts' weights.
-
-    What is made raises SettingsError for experts whose weights are not plain and of the model's dtype.
-    """
-    from selfspec_cli.vllm_plugin.vllm_names import MoERunner
+    What is made raises SettingsError for experts whose weights are not plain and of the model's dtype."""
 
     def runner(module: nn.Module, name: str) -> nn.Module | None:
-        return _copied_runner(kind, module, name, vllm_config) if isinstance(module, MoERunner) else None
+        return _copied_runner(kind, module, name, vllm_config) if isinstance(module, vllm.MoERunner) else None
 
     def make(mixture: nn.Module, name: str) -> nn.Module:
         changed = with_replaced(mixture, runner, name=name)
@@ -254,12 +203,10 @@ def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:
 
 def found_by_name() -> bool:
     """Whether vLLM finds the experts of a layer by the layer's name; else by counting calls in a forward pass."""
-    from selfspec_cli.vllm_plugin.vllm_names import HAS_OPAQUE_TYPE, envs
-
-    return bool(HAS_OPAQUE_TYPE and envs.VLLM_USE_LAYERNAME)
+    return bool(vllm.HAS_OPAQUE_TYPE and vllm.envs.VLLM_USE_LAYERNAME)
 
 
-def _copied_runner(kind: DraftWeights, runner: Any, name: str, vllm_config: VllmConfig) -> nn.Module:
+def _copied_runner(kind: DraftWeights, runner: Any, name: str, vllm_config: vllm.VllmConfig) -> nn.Module:
     """`runner` over experts on copies, under a name of its own; everything else is shared."""
     if not found_by_name():  # vLLM would count layers instead, and find the target's own experts
         raise kind.impossible(f"copies of experts need PyTorch 2.11, and this is {torch.__version__}")
@@ -270,10 +217,8 @@ def _copied_runner(kind: DraftWeights, runner: Any, name: str, vllm_config: Vllm
     return copy
 
 
-def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: VllmConfig) -> nn.Module:
+def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: vllm.VllmConfig) -> nn.Module:
     """`experts` (vLLM's RoutedExperts) on copies of its weights."""
-    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, set_current_vllm_config
-
     own = plain_experts(kind, experts, name)
     if own["w13_weight"].dtype is not vllm_config.model_config.dtype or experts.moe_config.has_bias:
         raise kind.impossible(f"the experts of {name} have biases, or weights of another dtype than the model's")
@@ -284,8 +229,8 @@ def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: Vl
     if kernels is None:
         dtype = own["w13_weight"].dtype
         weights = {key: kind.dequantise(tensors, dtype).view(shape) for key, (shape, tensors) in copies.items()}
-        with set_current_vllm_config(vllm_config):
-            method = UnquantizedFusedMoEMethod(experts.moe_config)
+        with vllm.set_current_vllm_config(vllm_config):
+            method = vllm.UnquantizedFusedMoEMethod(experts.moe_config)
         return _with_method(copy, method, weights)
     by_expert = {
         key: {part: tensor.view(shape[0], shape[1], -1) for part, tensor in tensors.items()}
@@ -299,9 +244,8 @@ def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: Vl
 
 def _method_of(experts: Any, kernel: Any, config: Any) -> Any:
     """A method for vLLM's layer that runs `kernel`."""
-    from selfspec_cli.vllm_plugin.vllm_names import FusedMoEMethodBase
 
-    class CopiedExperts(FusedMoEMethodBase):
+    class CopiedExperts(vllm.FusedMoEMethodBase):
         """Multiplies by the parameters of the layer that it is given, which are there already."""
 
         def create_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -352,12 +296,9 @@ def _with_method(experts: Any, method: Any, tensors: dict[str, Tensor]) -> nn.Mo
 
 def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tensor]:
     """The weights of this rank's experts: "w13_weight" [experts, 2 * intermediate, hidden], gate above up, and
-    "w2_weight" [experts, hidden, intermediate]. Raises SettingsError where vLLM holds them in another form.
-    """
-    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, is_zentorch_moe_supported
-
+    "w2_weight" [experts, hidden, intermediate]. Raises SettingsError where vLLM holds them in another form."""
     method = experts.quant_method
-    if type(method) is not UnquantizedFusedMoEMethod:
+    if type(method) is not vllm.UnquantizedFusedMoEMethod:
         raise kind.impossible(f"the experts of {name} are quantised ({type(method).__name__})")
     weights = {key: getattr(experts, key).detach() for key in ("w13_weight", "w2_weight")}
     backend = method.unquantized_backend.name
@@ -367,7 +308,7 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
         raise kind.impossible(
             f"vLLM's backend {backend} keeps experts in a layout of its own; moe_backend='triton' has plain ones"
         )
-    if is_zentorch_moe_supported(experts):
+    if vllm.is_zentorch_moe_supported(experts):
         return weights  # zentorch's kernels read them as they are
     kernel: Any = method.moe_kernel.fused_experts
     gate_and_up, down = (_unpacked_experts(weight, kernel.isa) for weight in weights.values())
@@ -380,17 +321,12 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
 
 
 def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
-    """What vLLM's CPU build packed, [experts, out, in].
-
-    Packing moves values and changes none, in each expert alike. Where it moves them is seen by packing the numbers of
-    their places, a byte at a time, for bfloat16 holds no larger integers.
-    """
-    from selfspec_cli.vllm_plugin.vllm_names import _custom_ops as ops
-
+    """What vLLM's CPU build packed, [experts, out, in]. Where it moved values is seen by packing the numbers of their
+    places, a byte at a time, for bfloat16 holds no larger integers."""
     places = torch.arange(packed[0].numel()).view_as(packed[:1])
     source = torch.zeros_like(places)
     for shift in range(0, places.numel().bit_length(), 8):
-        digits = ops.cpu_prepack_moe_weight(((places >> shift) & 255).to(packed.dtype), isa)
+        digits = vllm._custom_ops.cpu_prepack_moe_weight(((places >> shift) & 255).to(packed.dtype), isa)
         source += digits.long() << shift
     plain = torch.empty_like(packed)
     plain.flatten(1)[:, source.flatten()] = packed.flatten(1)
@@ -399,42 +335,29 @@ def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
 
 # ---- weights that are replaced in a live engine ----------------------------------------------------------------------
 
-Function = Callable[..., Any]
 
-
-def after_new_weights(original: Function) -> Function:
+@around
+def after_new_weights(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Override of the methods of vLLM's `Worker` after which a live model has other weights."""
-
-    @functools.wraps(original)
-    def replace_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        runner = self.model_runner
-        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        if hasattr(drafter, "renew"):
-            drafter.renew()
-        return answer
-
-    return replace_weights
+    answer = original(self, *args, **kwargs)
+    runner = self.model_runner
+    drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    if hasattr(drafter, "renew"):
+        drafter.renew()
+    return answer
 
 
-def keep_weights_asleep(original: Function) -> Function:
-    """Override of `sleep` of vLLM's `Worker`: with drafts of ours, level 2 is level 1.
-
-    Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but nothing
-    else: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the
-    same memory of the GPU, copies included, and keeps it on the host until `wake_up`.
-    """
-
-    @functools.wraps(original)
-    def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if level == 2 and hasattr(getattr(self.model_runner, "speculator", None), "renew"):
-            logging.getLogger("vllm.selfspec").warning(
-                "sleep at level 2 keeps weights on the host, as level 1 does: early exit has more than weights to keep"
-            )
-            level = 1
-        return original(self, level, *args, **kwargs)
-
-    return sleep
+@around
+def keep_weights_asleep(original: Function, self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    """Override of `sleep` of vLLM's `Worker`: with drafts of ours, level 2, which drops all that was allocated while
+    the model was loaded, is level 1, which keeps it on the host. New weights bring copies back, but nothing else: an
+    exit head, token ids, the layout of a kernel, counters that kernels leave at zero."""
+    if level == 2 and hasattr(getattr(self.model_runner, "speculator", None), "renew"):
+        logging.getLogger("vllm.selfspec").warning(
+            "sleep at level 2 keeps weights on the host, as level 1 does: early exit has more than weights to keep"
+        )
+        level = 1
+    return original(self, level, *args, **kwargs)
 
 
 class Watch:
@@ -453,7 +376,7 @@ class Watch:
 
 
 @torch.inference_mode()
-def renew(trunk: nn.Module, head: Any, settings: ResolvedSettings, vllm_config: VllmConfig) -> None:
+def renew(trunk: nn.Module, head: Any, settings: ResolvedSettings, vllm_config: vllm.VllmConfig) -> None:
     """Fill every copy in a draft's layers and its head from the target's weights of now, one layer at a time."""
     layers: tuple[nn.Module, ...] = trunk.drafting_layers  # type: ignore[assignment]
     by_name = vllm_config.compilation_config.static_forward_context

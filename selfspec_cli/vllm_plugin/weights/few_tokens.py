@@ -1,20 +1,17 @@
 """2 to 32 tokens times integer copies of 4 and 8 bits, by tensor cores in 8-bit integers.
 
-With few tokens nothing but reading the weight should take time, in small matrices above all: what counts there is that
-every program asks for much of what it reads at once. So weights go from memory straight to the registers of which a
-tensor core multiplies them. That works because any order of the 64 inputs of a group will do, as long as weights and
-tokens have the same. In an `mma` of 16 rows, 8 tokens and 32 inputs, lane 4 r + t of a warp holds inputs of rows r and
-r + 8 and of token r; it is given the t-th quarter of the bytes that each row has for a group: 16 contiguous bytes with
-8 bits, 8 with 4. Tokens have been rounded to signed bytes before, in the same order (rounding.py). Integers of 4 bits
-are multiplied as 16 times themselves, which a mask makes of both halves of a byte, and their sign bits come right by
-one exclusive or in the same instruction.
+With few tokens nothing but reading the weight should take time. So weights go from memory straight to the registers of
+which a tensor core multiplies them. That works because any order of the 64 inputs of a group will do, as long as
+weights and tokens have the same. In an `mma` of 16 rows, 8 tokens and 32 inputs, lane 4 r + t of a warp holds inputs of
+rows r and r + 8 and of token r; it is given the t-th quarter of the bytes that each row has for a group: 16 contiguous
+bytes with 8 bits, 8 with 4. Tokens have been rounded to signed bytes before, in the same order (rounding.py). Integers
+of 4 bits are multiplied as 16 times themselves, which a mask makes of both halves of a byte, and their sign bits come
+right by one exclusive or in the same instruction.
 
 A warp multiplies ROWS rows by one group of all tokens at a time. The warps of a program have different groups, or
-different rows too where there are more rows than a warp takes; `tl.dot` knows that as a batch. Tensors are made so that
-the layout in which Triton loads them is the one in which it multiplies them: nothing passes through shared memory
-before the sums of the warps are added. Results do not depend on that, only the time does;
-tests/unit/test_v2_kernels.py looks for it.
-"""
+different rows too where there are more rows than a warp takes; `tl.dot` knows that as a batch. The layout in which
+Triton loads tensors is the one in which it multiplies them: nothing passes through shared memory before the sums of the
+warps are added. Only the time depends on that; tests/unit/test_v2_kernels.py looks for it."""
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -254,11 +251,8 @@ def _some_rows(
     ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part to arrive adds them up.
-
-    partial: float32 [PARTS, tokens, rows]. arrived: int32, 0 for each tile of rows, which is what it is left at. EARLY:
-    the program is launched with `_round_tokens`, and asks for its first weights before it waits for the tokens.
-    """
+    """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part adds them up. partial: float32 [PARTS,
+    tokens, rows]. arrived: int32, left at 0. EARLY: launched with `_round_tokens`, whose tokens it waits for."""
     ALONG: tl.constexpr = WARPS // ACROSS  # groups that the warps multiply together
     tile, part = tl.program_id(0), tl.program_id(1)
     first = part * groups_of_row // PARTS
@@ -322,14 +316,10 @@ REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; 
 
 def usual_settings(rows: int, groups: int, bits: int, tokens: int) -> Settings:
     """Settings of `product` for weights [rows, groups * 64] of `bits` bits and a number of tokens.
-
     Found on an H100 (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits, where an NVIDIA H200 had others that were 5 %
-    faster, those (gpu/tune_kernels_h200.json: rows of 24 to 224 groups, 1,536 to 151,936 of them); what lies between
-    the sizes that were measured follows the nearer one.
-
-    Small matrices need many programs that each ask for much at once. In large ones a program takes more rows, because
-    each program reads all tokens.
-    """
+    faster, those (gpu/tune_kernels_h200.json: rows of 24 to 224 groups, 1,536 to 151,936 of them); sizes in between
+    follow the nearer one. Small matrices need many programs that each ask for much at once; in large ones a program
+    takes more rows, because each program reads all tokens."""
     if bits == 4 and rows >= LARGE:
         return _of_large(rows, groups, tokens)
     if bits == 4 and rows < 8192:
@@ -407,13 +397,11 @@ def product(
     **settings: int,
 ) -> Tensor:
     """2 to 32 tokens of `in` inputs times a copy [out, in], plus bias [out] -> [tokens, out] in dtype.
-
     rounded, factors: the tokens as `rounding.round_tokens` gives them. words, scales: int32 [out, in / 4] or [out, in /
     8], and float16 [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Sums are in float32, and come
-    out the same every time. asm: False where there is no PTX (Triton's interpreter). only_compile: launch nothing, and
-    return what nobody has written. settings: of `Settings`, where they are not `usual_settings`. Raises ValueError for
-    other numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call `none_arrived` first.
-    """
+    out the same every time. asm: False where there is no PTX (Triton's interpreter). only_compile: launch nothing.
+    settings: of `Settings`, where they are not `usual_settings`. Raises ValueError for other numbers of tokens, and for
+    copies of other bits. Where it captures a CUDA graph, call `none_arrived` first."""
     rows, groups = scales.shape
     bits = words.shape[1] // 2 // groups
     if bits not in (4, 8) or words.shape[1] != bits * 2 * groups:

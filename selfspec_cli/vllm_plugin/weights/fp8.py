@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from selfspec_cli.early_exit.draft_weights.fp8 import LARGEST
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import InductorPass
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 
 COMPILE_SIZES = (1,)  # one token is multiplied in another way than more are
 
@@ -24,10 +22,8 @@ def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
     """x [n, in] bf16, {"weight": e4m3 [out, in], "scale": float32 [out, 1]}, bias [out] -> [n, out] bf16. CUDA only.
-
     One token stays in bf16 (W8A16). More are turned into e4m3 too (W8A8), with one scale a token: vLLM's CUTLASS kernel
-    is faster than Marlin's W8A16 up to 16 tokens on an H200 (results/published/gpu/fp8).
-    """
+    is faster than Marlin's W8A16 up to 16 tokens on an H200 (results/published/gpu/fp8)."""
     out: Tensor = torch.ops.selfspec.linear_e4m3(x, tensors["weight"], tensors["scale"])
     return out if bias is None else out + bias
 
@@ -41,7 +37,7 @@ def activation(module: nn.Module, name: str) -> nn.Module | None:
     return None
 
 
-def graph_pass() -> InductorPass | None:
+def graph_pass() -> vllm.InductorPass | None:
     """None: Inductor fuses what quantises a token with what comes before by itself."""
     return None
 
@@ -88,25 +84,18 @@ def experts(
     layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """vLLM's Triton kernels for experts with one scale a row and one a token (W8A8), for any number of tokens."""
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        Fp8MoeBackend,
-        TritonExperts,
-        fp8_w8a8_moe_quant_config,
-        make_fp8_moe_kernel,
-    )
-
-    config = fp8_w8a8_moe_quant_config(
+    config = vllm.fp8_w8a8_moe_quant_config(
         w1_scale=w13["scale"],
         w2_scale=w2["scale"],
         per_act_token_quant=True,
         per_out_ch_quant=True,
         **activation,
     )
-    kernel = make_fp8_moe_kernel(
+    kernel = vllm.make_fp8_moe_kernel(
         moe_quant_config=config,
         moe_config=layer.moe_config,
-        experts_cls=TritonExperts,
-        fp8_backend=Fp8MoeBackend.TRITON,
+        experts_cls=vllm.TritonExperts,
+        fp8_backend=vllm.Fp8MoeBackend.TRITON,
     )
     tensors = {"w13_weight": w13["weight"], "w2_weight": w2["weight"]}
     return kernel, config, {**tensors, "w13_scale": w13["scale"], "w2_scale": w2["scale"]}

@@ -1,13 +1,10 @@
 """Products with integer copies of weights, 4 or 8 bits each, in groups along a row with one scale a group.
 
-Copies stay in the layout in which `early_exit.draft_weights.integers` writes them. One token is multiplied by the
-kernel of one_token.py, and 2 to 32 by that of few_tokens.py, which takes 33 to 64 in two turns. With more, products are
-bound by arithmetic, and the target's own weight is as fast, where the target has it. The tokens are rounded to 8 bits
-before (rounding.py), in a compiled layer by the norm or the activation in front (`round_in_front`).
-
-These are the products of the lm_head, and of the layers of models that fused_step/ does not know: it computes all
-layers as one kernel, from layouts of its own.
-"""
+One token is multiplied by the kernel of one_token.py, and 2 to 32 by that of few_tokens.py, which takes 33 to 64 in two
+turns, from the layout of `early_exit.draft_weights.integers`. With more, products are bound by arithmetic, and the
+target's own weight is as fast, where the target has it. The tokens are rounded to 8 bits before (rounding.py), in a
+compiled layer by the norm or the activation in front (`round_in_front`). These are the products of the lm_head, and of
+models that fused_step/ does not know."""
 
 from __future__ import annotations
 
@@ -21,20 +18,18 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.weights import few_tokens, one_token, rounding
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, CopiedWeight
 from selfspec_cli.vllm_plugin.weights.one_token import width_of
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import InductorPass
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 MOST = 2 * rounding.MOST
@@ -114,26 +109,19 @@ def experts(
     layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """vLLM's Triton kernels for experts of 4 and of 8 bits (W4A16, W8A16), for any number of tokens."""
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        TritonWNA16Experts,
-        WNA16MoEBackend,
-        make_wna16_moe_kernel,
-        make_wna16_moe_quant_config,
-    )
-
     bits = _width_of_copy(w13)
-    config = make_wna16_moe_quant_config(
+    config = vllm.make_wna16_moe_quant_config(
         w1_scale=w13["scales"],
         w2_scale=w2["scales"],
         group_size=GROUP,
         num_bits=bits,
         **activation,
     )
-    kernel = make_wna16_moe_kernel(
+    kernel = vllm.make_wna16_moe_kernel(
         moe_quant_config=config,
         moe_config=layer.moe_config,
-        experts_cls=TritonWNA16Experts,
-        backend=WNA16MoEBackend.TRITON,
+        experts_cls=vllm.TritonWNA16Experts,
+        backend=vllm.WNA16MoEBackend.TRITON,
     )
     tensors = {"w13_weight": as_bytes(w13), "w2_weight": as_bytes(w2)}
     return kernel, config, {**tensors, "w13_scale": w13["scales"], "w2_scale": w2["scales"]}
@@ -141,8 +129,7 @@ def experts(
 
 def as_bytes(copies: Mapping[str, Tensor]) -> Tensor:
     """Copies of experts as vLLM's kernels read them, uint8: q + 128 in [experts, out, in] for 8 bits; for 4, q + 8 of
-    two columns in [experts, out, in / 2], the first in the low half. One expert at a time, because unpacked integers
-    take much memory."""
+    two columns in [experts, out, in / 2], the first in the low half. One expert at a time, to save memory."""
     bits, packed = _width_of_copy(copies), []
     for number in range(len(copies["scales"])):
         q = integers({name: tensor[number] for name, tensor in copies.items()}, bits).flatten(1)  # int32 [out, in]
@@ -179,17 +166,13 @@ class Activation(nn.Module):
 
 def activation(module: nn.Module, name: str) -> nn.Module | None:
     """For `shared.replace_in_layers`: what stands in for an activation whose result a product reads rounded."""
-    from selfspec_cli.vllm_plugin.vllm_names import SiluAndMul
-
-    return Activation() if type(module) is SiluAndMul else None
+    return Activation() if type(module) is vllm.SiluAndMul else None
 
 
-def graph_pass() -> InductorPass:
+def graph_pass() -> vllm.InductorPass:
     """`round_in_front` as vLLM takes it, before it lowers its own operators."""
-    from selfspec_cli.vllm_plugin.vllm_names import CallableInductorPass, InductorPass
-
     source = inspect.getsource(sys.modules[__name__])  # a change here is another entry of the compile cache
-    return CallableInductorPass(round_in_front, InductorPass.hash_source(source))
+    return vllm.CallableInductorPass(round_in_front, vllm.InductorPass.hash_source(source))
 
 
 @torch.library.custom_op("selfspec::silu_and_mul", mutates_args=(), schema="(Tensor x) -> Tensor")
@@ -275,9 +258,7 @@ def _rounded(graph: fx.Graph, x: fx.Node, bits: int) -> tuple[fx.Node, fx.Node] 
 
 def _is_norm(node: fx.Node) -> bool:
     """Whether a node is vLLM's norm of a sum, of a form that `rounding.add_and_norm` knows.
-
-    Its weight has to be an input of the graph, because the kernel reads it before the kernel in front has ended.
-    """
+    Its weight has to be an input of the graph, because the kernel reads it before the kernel in front has ended."""
     if getattr(node.target, "name", lambda: "")() != "vllm_ir::fused_add_rms_norm":
         return False
     x, residual, weight, _, *variance = node.args
@@ -352,13 +333,8 @@ def compiled_beside(
     trunk: nn.Module | None, logits: Copy | None, requests: int, device: torch.device, ranks: int
 ) -> Iterator[None]:
     """While the block runs, compile what draft steps of up to `requests` requests multiply by; at its end, wait for it.
-
-    trunk: None where one kernel takes the place of the layers' products. logits: what makes them (`TargetHead.copied`).
-    ranks: that share the processors of this host.
-
-    A kernel that cannot be compiled is left to the step that launches it, and a warning says so. Where the block
-    raises, what no thread has begun is not compiled.
-    """
+    A kernel that cannot be compiled is left to the step that launches it, with a warning. trunk: None where one kernel
+    takes the place of the layers' products. logits: what makes them (`TargetHead.copied`). ranks: of this host."""
     if device.type != "cuda":
         yield
         return

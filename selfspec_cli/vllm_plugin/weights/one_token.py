@@ -4,13 +4,11 @@ At one token nothing but reading the weight should take time. A program sums a f
 another, and the tiles keep enough bytes under way. Those of `gemv` were found on an H200 (results/LOG.md), which reads
 bf16 weights at 3.2 to 4.2 TB/s with them and at 2.6 to 4.2 with cuBLAS.
 
-Integers (their layout: `early_exit.draft_weights.integers`) have fewer bytes to hide the arithmetic behind. So the
-token is rounded to 8-bit integers before (rounding.py), and `dp4a` multiplies and adds four pairs of bytes at once: a
-word of eight 4-bit weights takes two of them, two masks and a shift. Each program, which is one warp, loads 16 bytes at
-a time, and the token's bytes once for all of its rows. From compute capability 9.0 on it is launched with the kernel
-that rounds (programmatic dependent launch) and asks for its first weights before it waits for the token, because they
-do not depend on it.
-"""
+Integers have fewer bytes to hide the arithmetic behind. So the token is rounded to 8-bit integers before (rounding.py),
+and `dp4a` multiplies and adds four pairs of bytes at once: a word of eight 4-bit weights takes two of them, two masks
+and a shift. Each program, which is one warp, loads 16 bytes at a time, and the token's bytes once for all of its rows.
+From compute capability 9.0 on it is launched with the kernel that rounds (programmatic dependent launch) and asks for
+its first weights before it waits for the token."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -69,9 +67,7 @@ def _gemv(
 
 def gemv(x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """weight [out, in] times the one token in x [..., in], summed in float32 -> [..., out], in x's dtype.
-
-    weight and x are contiguous. scale: float32, one a row of an 8-bit weight; bias: [out].
-    """
+    weight and x are contiguous. scale: float32, one a row of an 8-bit weight; bias: [out]."""
     rows, columns = weight.shape
     tile_rows, tile_columns, warps, stages = TILES[weight.element_size()]
     out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
@@ -184,11 +180,8 @@ def _rows(
     ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A program, which is one warp, multiplies a token by ROWS rows of TOTAL groups, GROUPS at a time.
-
-    REST: a power of two that is enough for what remains of a row. EARLY: the program is launched with the kernel in
-    front, and asks for its first weights before it waits for the token.
-    """
+    """A program, which is one warp, multiplies a token by ROWS rows of TOTAL groups, GROUPS at a time. REST: a power of
+    two that is enough for what remains of a row. EARLY: launched with the kernel in front, whose token it waits for."""
     FULL: tl.constexpr = TOTAL // GROUPS
     first = tl.program_id(0) * ROWS
     group, last = tl.arange(0, GROUPS), FULL * GROUPS + tl.arange(0, REST)
@@ -231,13 +224,10 @@ def _added(some, others, ROWS: tl.constexpr):
 
 
 def usual_settings(rows: int, groups: int, bits: int) -> tuple[int, int]:
-    """Rows of a program, and groups of a step of it, for a copy [rows, groups * 64].
-
-    Four rows share a token's bytes, and 32 groups are all of a row of 2,048. One row where four were slower on an H100,
-    because they left too few programs to keep the memory busy (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits,
-    where an NVIDIA H200 had others that were 5 % faster, those (gpu/tune_kernels_h200.json): a large matrix of rows
-    that are shorter than a step, and few long rows.
-    """
+    """Rows of a program, and groups of a step of it, for a copy [rows, groups * 64]. Four rows share a token's bytes,
+    and 32 groups are all of a row of 2,048. One row where four were slower on an H100, because they left too few
+    programs to keep the memory busy (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits those that were 5 % faster on
+    an H200 (gpu/tune_kernels_h200.json): large matrices of short rows, and few long rows."""
     if bits == 8:
         return (4 if rows >= 4096 else 1), 32
     if groups < 32 and rows >= 2**14:
@@ -264,12 +254,9 @@ def product(
     asm: bool = True,
     only_compile: bool = False,
 ) -> Tensor:
-    """One token of `in` inputs times a copy [out, in], plus bias [out] -> [1, out] in dtype.
-
-    rounded, factors: the token as `rounding.round_tokens` gives it. rows_at_once: rows of a program. at_once:
-    groups of a step of it. Both None for what is usual. asm: False where there is no PTX (Triton's interpreter).
-    only_compile: launch nothing, and return what nobody has written.
-    """
+    """One token of `in` inputs times a copy [out, in], plus bias [out] -> [1, out] in dtype. rounded, factors: the
+    token as `rounding.round_tokens` gives it. rows_at_once: rows of a program; at_once: groups of a step of it; None:
+    as usual. asm: False where there is no PTX (Triton's interpreter). only_compile: launch nothing."""
     early = launches_early(words.device)
     rows, groups = scales.shape
     bits = width_of(words, groups * GROUP_OF_COPIES)

@@ -1,11 +1,9 @@
 """Tokens as signed bytes, as the products with integer copies read them (one_token.py, few_tokens.py).
 
-Each group of 64 inputs is divided by its own largest magnitude. A kernel that does only that takes about 1.2 us, and it
-runs four times a layer. So what most often comes before a product, the norm and the gated activation, can round its own
-result here (lowbit.py puts it there). From compute capability 9.0 on the product is launched together with any of them
-(programmatic dependent launch), and asks for its first weights meanwhile. All kernels for one
-token, attention among them, share what comes first here.
-"""
+Each group of 64 inputs is divided by its own largest magnitude. A kernel that does only that takes about 1.2 us, four
+times a layer. So the norm and the gated activation, which most often come before a product, can round their own results
+(lowbit.py puts them there). From compute capability 9.0 on the product is launched together with any of them
+(programmatic dependent launch). All kernels for one token, attention among them, share what comes first here."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -72,11 +70,8 @@ MOST_TILES = 2**14  # of a result that several programs share
 
 @lru_cache
 def none_arrived(device: torch.device) -> Tensor:
-    """Zeros by which programs that share a tile of a result count who has arrived, one for each of `MOST_TILES`.
-
-    Each kernel leaves them as it finds them, and has waited for the one before it. Call it once before a CUDA graph is
-    captured.
-    """
+    """Zeros by which programs that share a tile of a result count who has arrived, one for each of `MOST_TILES`; each
+    kernel leaves them at zero. Call it once before a CUDA graph is captured."""
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -110,12 +105,9 @@ def _store_parts(parts, start, group, here):
 
 @triton.jit
 def _store_rounded(parts, rounded, factors, group, token, here, TOKENS: tl.constexpr, HALVES: tl.constexpr):
-    """Bytes [groups, TOKENS, 64] and the factors [groups, TOKENS] by which they were divided.
-
-    Of 64 bytes the words of parts 0 to 3 come first, then those of parts 4 to 7. HALVES: for integers of 4 bits that
-    tensor cores multiply as 16 times themselves. Then each quarter of the bytes is what one lane multiplies, two words
-    of each.
-    """
+    """Bytes [groups, TOKENS, 64] and the factors [groups, TOKENS] by which they were divided. Of 64 bytes the words of
+    parts 0 to 3 come first, then those of parts 4 to 7. HALVES: for integers of 4 bits that tensor cores multiply as 16
+    times themselves; each quarter of the bytes is what one lane multiplies, two words of each."""
     most = tl.abs(parts[0])
     for part in tl.static_range(1, 8):
         most = tl.maximum(most, tl.abs(parts[part]))
@@ -253,11 +245,8 @@ def round_tokens(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def add_and_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The root-mean-square norm of x + residual, both [n, in], the sum itself, and the norm as `round_tokens` gives it.
-
-    weight: [in]. What is rounded has room for 32 tokens, and is not written for more, which are not multiplied as
-    bytes. Rounding to x's type is as vLLM's `fused_add_rms_norm` does it.
-    """
+    """The root-mean-square norm of x + residual, both [n, in], as vLLM's `fused_add_rms_norm` rounds it, the sum
+    itself, and the norm as `round_tokens` gives it, written for up to 32 tokens. weight: [in]."""
     tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
     normed, left = torch.empty_like(x), torch.empty_like(x)
     rounded, factors = room_for(groups, MOST, x.device)
@@ -280,11 +269,8 @@ def add_and_norm(
 
 
 def activate(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(x[:, :in]) * x[:, in:] of x [n, 2 * in], and that as `round_tokens` gives it.
-
-    bits: 0 to round nothing. What is rounded has room for 32 tokens, and is not written for more, which are not
-    multiplied as bytes.
-    """
+    """silu(x[:, :in]) * x[:, in:] of x [n, 2 * in], and that as `round_tokens` gives it, written for up to 32 tokens.
+    bits: 0 to round nothing."""
     tokens, groups = x.shape[0], x.shape[1] // 2 // GROUP_OF_COPIES
     activated = x.new_empty(tokens, x.shape[1] // 2)
     rounded, factors = room_for(groups, MOST, x.device)

@@ -1,26 +1,22 @@
 """What a draft shares with the target: modules of which a few parts are replaced, and the target's own weights.
 
-The target is not changed. A draft step multiplies its weights by one_token.py at one token and by PyTorch's kernels at
-more: an operator of its own, because torch.compile traces the trunk once for any number of tokens, so the choice has to
-fall when a step runs (or when a CUDA graph records it). Only drafts are computed so. The verify pass runs vLLM's
-kernels, so another way to round a sum can change a draft, and with it which of the target's samples a seed gives, but
-neither a greedy output nor a distribution.
-"""
+A draft step multiplies these by one_token.py at one token and by PyTorch's kernels at more: an operator of its own,
+because torch.compile traces the trunk once for any number of tokens, so the choice has to fall when a step runs (or a
+CUDA graph records it). The verify pass runs vLLM's kernels, so another way to round a sum can change a draft, and with
+it which of the target's samples a seed gives, but neither a greedy output nor a distribution."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.decoder import has_experts
-
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 Make = Callable[[nn.Module, str], nn.Module | None]
 """(module, its dotted name) -> what stands in its place, or None to look at its children."""
@@ -29,17 +25,15 @@ Make = Callable[[nn.Module, str], nn.Module | None]
 def replace_in_layers(
     layers: nn.ModuleList,
     chosen: Sequence[int],
-    vllm_config: VllmConfig,
+    vllm_config: vllm.VllmConfig,
     make: Make,
     experts: Make | None = None,
     attention: Make | None = None,
 ) -> list[nn.Module]:
     """The `chosen` layers, in that order, in which every part is replaced for which `make` has something else.
-
     What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object; `attention` may put
-    something around it. A mixture of experts, whose parts hold on to each other, is given to `experts` whole; without
-    it, it stays too.
-    """
+    something around it. A mixture of experts, whose parts hold on to each other, is given to `experts` whole, if at
+    all."""
     by_name = {id(module) for module in vllm_config.compilation_config.static_forward_context.values()}
     mixtures = {id(part) for i in chosen for part in layers[i].children() if has_experts(part)}
 
@@ -54,11 +48,8 @@ def replace_in_layers(
 
 
 def with_replaced(module: nn.Module, make: Make, name: str = "") -> nn.Module:
-    """`module` with every part for which `make` has a replacement replaced; `module` itself if there is none.
-
-    What holds a replaced part is copied shallowly, all else is shared, and `module` is not changed. A part for which
-    `make` returns the part itself is shared whole.
-    """
+    """`module` with every part replaced for which `make` has a replacement; `module` itself if there is none. What
+    holds a replaced part is copied shallowly, all else is shared; so is a part that `make` returns itself."""
     made = make(module, name)
     if made is not None:
         return made
@@ -79,19 +70,13 @@ def shallow_copy(module: nn.Module, **changes: Any) -> nn.Module:
 
 def without_adapters(model: nn.Module) -> nn.Module:
     """`model` with every layer that can hold adapters replaced by the layer that it wraps; `model` itself if none is.
-
-    Drafts are made without the adapter of a request. The verify pass, which decides on every token, runs with it, so
-    the output is the adapted model's own; the further an adapter moves the model, the fewer drafts are accepted. vLLM
-    sets which token has which adapter once for a step of the target, and a draft loop that runs on the device cannot
-    ask it to do so again.
-
-    Nothing is copied, and `model` is not changed. Adapters of experts are not found: vLLM applies them in the experts'
-    kernels.
-    """
-    from selfspec_cli.vllm_plugin.vllm_names import BaseLayerWithLoRA
+    The verify pass, which decides on every token, runs with a request's adapter, so the output is the adapted model's
+    own; the further it moves the model, the fewer drafts are accepted. vLLM sets which token has which adapter once for
+    a step of the target, and a draft loop that runs on the device cannot ask it again. Nothing is copied, and `model`
+    is not changed. Adapters of experts are not found: vLLM applies them in the experts' kernels."""
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
-        base: nn.Module | None = module.base_layer if isinstance(module, BaseLayerWithLoRA) else None
+        base: nn.Module | None = module.base_layer if isinstance(module, vllm.BaseLayerWithLoRA) else None
         return base
 
     return with_replaced(model, make)
@@ -130,31 +115,24 @@ class SharedLinear:
         return linear(x.flatten(0, -2), layer.weight, bias).view(*x.shape[:-1], layer.weight.shape[0])
 
 
-def multiplies_with_pytorch(vllm_config: VllmConfig) -> bool:
-    """Whether the linear layers of an engine multiply by plain weights with PyTorch's linear, as they do on CUDA unless
-    `linear_backend` asks for another kernel."""
-    from selfspec_cli.vllm_plugin.vllm_names import default_unquantized_gemm, dispatch_unquantized_gemm
-
-    return dispatch_unquantized_gemm(vllm_config.kernel_config.linear_backend) is default_unquantized_gemm
+def multiplies_with_pytorch(vllm_config: vllm.VllmConfig) -> bool:
+    """Whether an engine's linear layers use PyTorch's linear: on CUDA, unless `linear_backend` asks for another."""
+    return vllm.dispatch_unquantized_gemm(vllm_config.kernel_config.linear_backend) is vllm.default_unquantized_gemm
 
 
 def all_on_own_weights(layers: Iterable[nn.Module]) -> bool:
     """Whether all linear layers in there multiply by the target's own weights with this operator."""
-    from selfspec_cli.vllm_plugin.vllm_names import LinearBase
-
-    linears = [part for layer in layers for part in layer.modules() if isinstance(part, LinearBase)]
+    linears = [part for layer in layers for part in layer.modules() if isinstance(part, vllm.LinearBase)]
     return bool(linears) and all(isinstance(part.quant_method, SharedLinear) for part in linears)
 
 
 def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:
     """A linear layer on `module`'s own weight and this operator, where that weight is plain and on CUDA; None for
     everything else. For `with_replaced`, where `multiplies_with_pytorch`."""
-    from selfspec_cli.vllm_plugin.vllm_names import LinearBase, UnquantizedLinearMethod
-
-    if not isinstance(module, LinearBase):
+    if not isinstance(module, vllm.LinearBase):
         return None
     weight = getattr(module, "weight", None)
-    if not isinstance(module.quant_method, UnquantizedLinearMethod) or not isinstance(weight, Tensor):
+    if not isinstance(module.quant_method, vllm.UnquantizedLinearMethod) or not isinstance(weight, Tensor):
         return None
     if weight.dim() != 2 or not weight.is_cuda:
         return None

@@ -1,8 +1,7 @@
 """vLLM's V2 model runner, the production one, on a CPU: its kernels run in Triton's interpreter.
 
 Triton decides when it is imported whether to interpret, and vLLM then takes V2 for every engine of the process. So
-these tests need a process of their own: `pytest tests/engine/v2`. Among other tests they are skipped.
-"""
+these tests need a process of their own: `pytest tests/engine/v2`. Among other tests they are skipped."""
 
 import os
 from pathlib import Path

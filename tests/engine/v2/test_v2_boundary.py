@@ -1,7 +1,5 @@
 """What an engine with early exit changes in vLLM, names and live objects, is in patches.py, and nothing else is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import pytest
 from harness import greedy, layer_skip, live, ragged_prompts
 from models import LAYERS, VOCAB
 
-from selfspec_cli.vllm_plugin import overrides
+from selfspec_cli.vllm_plugin import subclasses
 from selfspec_cli.vllm_plugin.patches import CHANGES
 
 pytestmark = pytest.mark.engine
@@ -51,7 +49,7 @@ def replaced_names() -> set[str]:
 
 def subclassed(one: Any) -> bool:
     """Whether an object is of a subclass that an engine has in the place of vLLM's class."""
-    return type(one).__module__ == overrides.__name__
+    return type(one).__module__ == subclasses.__name__
 
 
 def objects(start: Any) -> Iterator[Any]:
@@ -115,7 +113,7 @@ from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 interpret_kernels()
 from test_v2_boundary import replaced_names
 import vllm.engine.arg_utils, vllm.v1.worker.gpu.model_runner, vllm.v1.worker.gpu_worker
-from selfspec_cli.vllm_plugin import compat, register
+from selfspec_cli.vllm_plugin import patches, register
 from selfspec_cli.vllm_plugin.patches import PATCHES
 from selfspec_cli.vllm_plugin.v2 import scheduling
 
@@ -123,7 +121,7 @@ register()
 everywhere = {patch.target for patch in PATCHES if patch.stage == "config"}
 assert 0 < len(replaced_names()) and replaced_names() <= everywhere, replaced_names() - everywhere
 for stage in ("config", "scheduler", "worker"):
-    compat.apply(stage)
+    patches.apply(stage)
 listed = {patch.target for patch in PATCHES}
 assert replaced_names() == listed, replaced_names() ^ listed
 vllm.v1.worker.gpu_worker.Worker.more = scheduling.plan_drafts

@@ -8,18 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fixed_times import fix_times
-from harness import (
-    GATES,
-    Counts,
-    Live,
-    change_everything,
-    differing,
-    greedy,
-    layer_skip,
-    live,
-    ragged_prompts,
-    tokens,
-)
+from harness import GATES, Counts, Live, change_everything, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
 from safetensors.torch import load_file
 from test_gates_live import rounds_of

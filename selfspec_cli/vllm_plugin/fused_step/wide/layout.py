@@ -2,18 +2,16 @@
 
 Weights are the records of ../layout.py, tiles of 16 rows times groups of 64 columns. Every block has the records of all
 layers in one stream, in the order in which it multiplies them: for each of the four products, group after group, the
-tiles of its rows.
-"""
+tiles of its rows."""
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Records, Shape, round_up
 
 SHARED = 232448  # bytes of shared memory that a block of a Hopper GPU can have
 WIDTHS = (16, 32, 48, 64)  # tokens that a kernel is compiled for, at most
@@ -41,12 +39,9 @@ def part_of(count: int, part: int, parts: int) -> range:
 
 @dataclass(frozen=True)
 class Build:
-    """What the kernel is compiled with. tokens: most of a step, a multiple of 16.
-
-    rows: groups of warps that share the tiles of qkv, o, gate_up, down; the warps of a group share the columns.
-    down_rows, down_slices: parts of the rows and of the columns of down. slab: groups of columns of a copy of
-    activations.
-    """
+    """What the kernel is compiled with. tokens: most of a step, a multiple of 16. rows: groups of warps that share the
+    tiles of qkv, o, gate_up, down; the warps of a group share the columns. down_rows, down_slices: parts of the rows
+    and of the columns of down. slab: groups of columns of a copy of activations."""
 
     shape: Shape
     tokens: int
@@ -132,7 +127,7 @@ class Build:
     def shared_bytes(self) -> int:
         """Shared memory of a block; memory.cu lays it out."""
         shape, owned, biased = self.shape, self.most_tiles("o"), self.most_tiles("qkv")
-        area = _round_up(max(self.sums, self.input_slots * self.input_slot), 128)
+        area = round_up(max(self.sums, self.input_slots * self.input_slot), 128)
         residual = owned * self.tokens * 64 + self.tokens * 4
         small = (2 * shape.layers + 1) * owned * 32 + shape.bias * shape.layers * biased * 32
         attention = self.items * (shape.dim * 4 + 48) + 16 * (shape.dim + 8) + 4 * shape.dim
@@ -144,7 +139,7 @@ class Build:
         """Memory through which blocks pass results to each other; memory.cu lays it out."""
         shape, n = self.shape, self.tokens
         attended = shape.query_heads * shape.dim
-        counters = _round_up(6 * 128 + n * shape.heads * 4, 128)
+        counters = round_up(6 * 128 + n * shape.heads * 4, 128)
         values = n * 2 * (shape.hidden + shape.qkv + attended + shape.intermediate)
         squares, sums = n * shape.tiles["o"] * 4, self.down_slices * n * shape.hidden * 4
         items = self.blocks * self.items * (shape.query_heads // shape.heads)
@@ -153,19 +148,8 @@ class Build:
     @property
     def options(self) -> list[str]:
         """Options of the compiler."""
-        shape = self.shape
         values = {
-            "LAYERS": shape.layers,
-            "HIDDEN": shape.hidden,
-            "INTER": shape.intermediate,
-            "QH": shape.query_heads,
-            "KVH": shape.heads,
-            "DIM": shape.dim,
-            "PAGE": shape.page,
-            "BIAS": int(shape.bias),
-            "QKNORM": int(shape.head_norms),
-            "ROPE_FLOAT": int(shape.rope_float),
-            "EPSILON": f"{shape.epsilon!r}f",
+            **self.shape.options,
             "TOKENS": self.tokens,
             "NB": self.blocks,
             "WARPS": self.warps,
@@ -188,10 +172,6 @@ class Build:
         return {"memory": torch.zeros(self.memory_bytes, dtype=torch.uint8, device=device)}
 
 
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
-
-
 def built(
     shape: Shape,
     blocks: int,
@@ -199,11 +179,8 @@ def built(
     shared: int = SHARED,
     warps: int | None = None,
 ) -> Build:
-    """The build for steps of up to `tokens` tokens (one of WIDTHS) on `blocks` multiprocessors.
-
-    warps: one of WARPS, in place of those with which the slowest warp should take least time. Raises ValueError if a
-    block's tiles or the rings have no room.
-    """
+    """The build for steps of up to `tokens` tokens (one of WIDTHS) on `blocks` multiprocessors. warps: one of WARPS;
+    None: with which the slowest warp is fastest. Raises ValueError if a block's tiles or the rings have no room."""
     plans: list[tuple[float, Build]] = []
     reason = ValueError()
     parts = _parts_of_down(shape, blocks)
@@ -242,9 +219,7 @@ def _rounds(tiles: int, groups: int, row_groups: int, warps: int) -> int:
 
 def _row_groups(tiles: int, groups: int, warps: int, most: int) -> int:
     """Groups of warps that share a block's tiles: the number with which the slowest warp multiplies fewest records.
-
-    most: tiles of a warp.
-    """
+    most: tiles of a warp."""
     possible = [
         n for n in range(1, warps + 1) if warps % n == 0 and -(-tiles // n) <= most and warps // n * tiles <= MOST_SUMS
     ]
@@ -255,9 +230,7 @@ def _row_groups(tiles: int, groups: int, warps: int, most: int) -> int:
 
 def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
     """Parts of the rows and of the columns of down with which builds for all numbers of tokens should take least time.
-
-    They are the same for all, because weights are laid out by them.
-    """
+    They are the same for all, because weights are laid out by them."""
 
     def cost(rows: int) -> tuple[float, int, int]:
         slices, all_us = min(blocks // rows, shape.groups["down"]), 0.0
@@ -281,34 +254,16 @@ def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
     return rows, slices
 
 
-class Stream:
-    """All blocks' records. `put` layer after layer what `records` makes of the four weights."""
+class Stream(Records):
+    """All blocks' records."""
 
     def __init__(self, build: Build, device: torch.device) -> None:
-        shape, base = build.shape, 0
-        first: dict[str, int] = {}
-        for name in PHASES:
-            first[name], base = base, base + shape.groups[name] * shape.tiles[name]
+        shape = build.shape
 
-        def numbers(block: int) -> Iterable[Tensor]:
-            for name in PHASES:
-                tiles, groups = build.work(name, block)
-                columns = torch.arange(groups.start, groups.stop)[:, None]
-                yield (
-                    first[name] + torch.arange(tiles.start, tiles.stop)[None] * shape.groups[name] + columns
-                ).flatten()
+        def numbers(block: int, name: str) -> Tensor:
+            tiles, groups = build.work(name, block)
+            tile = torch.arange(tiles.start, tiles.stop)[None] * shape.groups[name]
+            return (shape.first[name] + tile + torch.arange(groups.start, groups.stop)[:, None]).flatten()
 
-        sources = [torch.cat(list(numbers(block))) for block in range(build.blocks)]
-        counts = torch.tensor([len(one) for one in sources])
-        starts = (torch.cumsum(counts, 0) - counts) * shape.layers
-        self.offsets = (starts * RECORD).to(device)
-        self._source = torch.cat(sources).to(device)
-        inside = [start + torch.arange(count) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
-        self._places = torch.cat(inside).to(device)
-        self._step = torch.repeat_interleave(counts, counts).to(device)
-        self.records = torch.zeros(int(counts.sum()) * shape.layers, RECORD, dtype=torch.uint8, device=device)
-
-    def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
-        """weights: records of each of PHASES, [tiles, groups, 544]; of gate and up those of `gate_and_up`."""
-        all_records = torch.cat([weights[name].flatten(0, 1) for name in PHASES])
-        self.records[self._places + layer * self._step] = all_records[self._source]
+        sources = [torch.cat([numbers(block, name) for name in PHASES]) for block in range(build.blocks)]
+        super().__init__(shape.layers, sources, device)

@@ -1,5 +1,4 @@
-"""An affine map from the exit hidden state to the final one, then the frozen lm_head (the tuned lens,
-arXiv:2303.08112)."""
+"""The kinds of heads of this package."""
 
 from __future__ import annotations
 
@@ -11,14 +10,41 @@ from selfspec_cli.early_exit.heads.base import HeadKind, Shape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfspec_cli.early_exit.equations import FitReport, NormalEquations
+    from selfspec_cli.early_exit.fitting import FitReport, NormalEquations
+
+
+class Lens(HeadKind):
+    """lm_head(x), read at the exit layer (nostalgebraist's logit lens, 2020): nothing to fit, nothing to store."""
+
+    name = "lens"
+    help = "the model's own final norm and lm_head, read at the exit layer: no fit, no extra weights"
+    examples = ("lens",)
+
+
+class LeastSquares(HeadKind):
+    """x @ weight^T + bias, straight to tokens; the model's lm_head is not read."""
+
+    name = "lsq"
+    help = "least squares from the exit hidden state to the next token of the text, or to the full model's own argmax"
+    targets = ("next_token", "argmax")
+    biases = True
+    rows = ("weight", "bias")
+    examples = ("lsq", "lsq_argmax")
+
+    def shapes(self, low_rank: bool, bias: bool) -> dict[str, Shape]:
+        """weight [V', hidden], bias [V']."""
+        return {"weight": ("rows", "hidden")} | ({"bias": ("rows",)} if bias else {})
+
+    def fit(
+        self, equations: NormalEquations, ridge: float, rank: int | None
+    ) -> tuple[Mapping[str, Tensor | None], FitReport]:
+        weight, bias, report = equations.solve(ridge)
+        return {"weight": weight, "bias": bias}, report
 
 
 class Translator(HeadKind):
-    """lm_head(x + f(x)); the residual form makes f = 0 the lens.
-
-    Full rank: f(x) = x @ weight^T + bias. Rank r: f(x) = (x @ down^T) @ up^T + bias, 2 * hidden * r parameters.
-    """
+    """lm_head(x + f(x)), an affine map to the final hidden state (the tuned lens, arXiv:2303.08112); f = 0 is the lens.
+    Full rank: f(x) = x @ weight^T + bias. Rank r: f(x) = (x @ down^T) @ up^T + bias, 2 * hidden * r parameters."""
 
     name = "translator"
     help = "a linear map from the exit hidden state to the final one, then the lm_head; may be of low rank"
@@ -52,4 +78,4 @@ class Translator(HeadKind):
         return {"down": down, "up": up, "bias": bias}, report
 
 
-HEAD = Translator()
+LENS, LSQ, TRANSLATOR = Lens(), LeastSquares(), Translator()

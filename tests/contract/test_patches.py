@@ -1,7 +1,5 @@
 """Patching is re-entrant, all or nothing, and leaves a vLLM alone that does not ask for early exit or is not known."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import pkgutil
@@ -14,25 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli.vllm_plugin import compat, detection, register, releases
+from selfspec_cli.vllm_plugin import hooks, patches, register, releases
 from selfspec_cli.vllm_plugin.patches import Patch
 from selfspec_cli.vllm_plugin.releases import DISTRIBUTIONS, SUPPORTED, Release, admission
 
 pytestmark = pytest.mark.contract
 
-TARGETS = [patch.target for patch in compat.PATCHES]
+TARGETS = [patch.target for patch in patches.PATCHES]
 EARLY_EXIT = {"method": "layer_skip", "layer_skip": 2}
 
 
 def in_place(target: str):
-    owner, name = compat._find(target)
+    owner, name = patches._find(target)
     return vars(owner)[name]
 
 
 @pytest.fixture(autouse=True)
 def nothing_was_admitted(monkeypatch):
     monkeypatch.setenv(releases.ADMITTED, "")
-    monkeypatch.setattr(compat, "_entrances", [])
+    monkeypatch.setattr(patches, "_entrances", [])
     releases.here.cache_clear()
     yield
     releases.here.cache_clear()
@@ -45,9 +43,9 @@ def scratch(monkeypatch):
     module.target = lambda: "original"
     module.wrap = lambda original: lambda: f"patched {original()}"
     monkeypatch.setitem(sys.modules, "selfspec_scratch", module)
-    patch = replace(compat.PATCHES[0], target="selfspec_scratch:target", replacement="selfspec_scratch:wrap")
-    monkeypatch.setattr(compat, "PATCHES", (patch,))
-    monkeypatch.setattr(compat, "_applied", set())
+    patch = replace(patches.PATCHES[0], target="selfspec_scratch:target", replacement="selfspec_scratch:wrap")
+    monkeypatch.setattr(patches, "PATCHES", (patch,))
+    monkeypatch.setattr(patches, "_applied", set())
     return module
 
 
@@ -66,8 +64,8 @@ def engine_args(monkeypatch):
     module = types.ModuleType("vllm.engine.arg_utils")
     module.EngineArgs = EngineArgs
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
-    monkeypatch.setattr(compat, "_applied", set())
-    monkeypatch.setattr(compat, "PATCHES", ())
+    monkeypatch.setattr(patches, "_applied", set())
+    monkeypatch.setattr(patches, "PATCHES", ())
     return EngineArgs
 
 
@@ -98,10 +96,10 @@ def test_register_twice_leaves_vllm_as_after_once():
 def test_a_stage_is_applied_as_a_whole_or_not_at_all(scratch, monkeypatch):
     """One misspelt target is an error, never an addition, and leaves the others as they were."""
     original = scratch.target
-    wrong = replace(compat.PATCHES[0], target="selfspec_scratch:targte")
-    monkeypatch.setattr(compat, "PATCHES", (*compat.PATCHES, wrong))
+    wrong = replace(patches.PATCHES[0], target="selfspec_scratch:targte")
+    monkeypatch.setattr(patches, "PATCHES", (*patches.PATCHES, wrong))
     with pytest.raises(RuntimeError, match="vLLM has no selfspec_scratch:targte"):
-        compat.apply("config")
+        patches.apply("config")
     assert not hasattr(scratch, "targte")
     assert scratch.target is original
 
@@ -110,7 +108,7 @@ def test_a_target_that_is_only_inherited_is_not_found():
     """Replacing it on the subclass would be an addition."""
     inherited = "vllm.v1.spec_decode.draft_model:DraftModelProposer.propose"
     assert pkgutil.resolve_name(inherited)
-    assert compat._find(inherited) is None
+    assert patches._find(inherited) is None
 
 
 MOVED = [
@@ -167,7 +165,7 @@ def test_a_vllm_that_moved_nothing_is_prepared_when_early_exit_is_asked_for(
 ):
     """One warning, and nothing is replaced before; the processes that an engine starts know of it."""
     patch = Patch("selfspec_scratch:target", "selfspec_scratch:wrap", "config", "it is there")
-    monkeypatch.setattr(compat, "PATCHES", (patch,))
+    monkeypatch.setattr(patches, "PATCHES", (patch,))
     untouched = engine_args.create_engine_config
     version("0.33.1+cu130")
     moved(SUPPORTED[-1], [])
@@ -198,7 +196,7 @@ def test_whatever_a_plain_engine_is_configured_with_the_hooks_let_it_pass(engine
     register()
     assert engine_args(config, config).create_engine_config()[0] == "vLLM's own"
     plain = types.SimpleNamespace(speculative_config=None, additional_config=config)
-    assert not detection.carried_by(plain) and not detection.carried_by(None)
+    assert not hooks.carried_by(plain) and not hooks.carried_by(None)
 
 
 def test_a_vllm_whose_engine_arguments_moved_is_left_alone(engine_args, version):
@@ -210,7 +208,7 @@ def test_a_vllm_whose_engine_arguments_moved_is_left_alone(engine_args, version)
 
 def test_a_name_that_is_missing_in_a_known_vllm_is_an_answer_and_no_crash(scratch, engine_args, monkeypatch, caplog):
     gone = Patch("selfspec_scratch:gone", "selfspec_scratch:wrap", "config", "it was there")
-    monkeypatch.setattr(compat, "PATCHES", (gone,))
+    monkeypatch.setattr(patches, "PATCHES", (gone,))
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
         register()
     assert len(caplog.records) == 1
@@ -220,8 +218,8 @@ def test_a_name_that_is_missing_in_a_known_vllm_is_an_answer_and_no_crash(scratc
 
 
 def test_a_damaged_installation_of_selfspec_is_one_line_in_the_log(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "selfspec_cli.vllm_plugin.compat", None)  # importing it raises ImportError
-    monkeypatch.delattr(sys.modules["selfspec_cli.vllm_plugin"], "compat")
+    monkeypatch.setitem(sys.modules, "selfspec_cli.vllm_plugin.patches", None)  # importing it raises ImportError
+    monkeypatch.delattr(sys.modules["selfspec_cli.vllm_plugin"], "patches")
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
         register()
     assert len(caplog.records) == 1
@@ -244,12 +242,12 @@ def test_what_was_not_imported_when_vllm_started_is_patched_when_early_exit_is_a
 ):
     (tmp_path / "selfspec_late.py").write_text("def target(): return 'late'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    late = replace(compat.PATCHES[0], target="selfspec_late:target")
-    monkeypatch.setattr(compat, "PATCHES", (*compat.PATCHES, late))
+    late = replace(patches.PATCHES[0], target="selfspec_late:target")
+    monkeypatch.setattr(patches, "PATCHES", (*patches.PATCHES, late))
     register()
     assert scratch.target() == "patched original"
     assert "selfspec_late" not in sys.modules
-    compat.apply("config")
+    patches.apply("config")
     assert sys.modules["selfspec_late"].target() == "patched late"
     monkeypatch.delitem(sys.modules, "selfspec_late")
 
@@ -265,7 +263,7 @@ def test_no_vllm_at_all_is_named_with_what_to_install(version):
 def test_the_hooks_know_the_methods_and_keys_that_users_write():
     from selfspec_cli.early_exit import settings
 
-    assert tuple(detection.METHODS) == (*settings.METHOD_ALIASES, *settings.METHODS)
+    assert tuple(hooks.METHODS) == (*settings.METHOD_ALIASES, *settings.METHODS)
 
 
 def test_the_page_says_of_every_replaced_name_when_it_could_go_and_of_no_other():

@@ -1,5 +1,0 @@
-"""4-bit integers."""
-
-from selfspec_cli.early_exit.draft_weights.integers import Integers
-
-WEIGHTS = Integers(4)

@@ -1,1 +1,0 @@
-"""Exit heads fitted inside a worker, from the hidden states of the loaded model."""

@@ -38,7 +38,7 @@ runpy.run_path(str(PROCESSES / "sitecustomize.py"))
 def heads_are_derived_into_a_folder_of_the_tests(monkeypatch, tmp_path_factory):
     """Not into the cache of whoever runs them."""
     folder = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setattr("selfspec_cli.config.head_files.cache_dir", lambda: folder)
+    monkeypatch.setattr("selfspec_cli.config.model_files.cache_dir", lambda: folder)
 
 
 @pytest.fixture(autouse=True)

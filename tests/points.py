@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.record.point import Measurement, Point, Repeat, compare, point_id
+from selfspec_cli.record.point import Measurement, Point, Repeat, compare
+from selfspec_cli.record.statistics import RequestTimes
 
 RUN = "20261121-000000-aaaa"
 ARM = {
@@ -43,7 +43,7 @@ def point(key="1", arm=ARM, measurement=None, run_id=RUN, number=0, **more):
     found = measurement or measured(100.0, 110.0, 90.0)
     key = (key * 12)[:12]
     fields = {
-        "id": point_id(key, run_id),
+        "id": f"{key}-{run_id}",
         "key": key,
         "run_id": run_id,
         "number": number,

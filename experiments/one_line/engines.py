@@ -33,7 +33,7 @@ def serve(arguments: dict[str, Any]) -> None:
     """A process with one engine: reads a job a line, answers with a line. arguments: of vLLM's LLM."""
     from vllm import LLM, SamplingParams
 
-    from selfspec_cli.texts.chat import asked
+    from selfspec_cli.texts.questions import asked
 
     began = time.perf_counter()
     llm = LLM(**arguments)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from selfspec_cli.texts.chat import chosen
+from selfspec_cli.texts.questions import chosen
 
 TOKENS, QUESTIONS, BURST = 128, 64, 32
 BUCKET = 0.25  # seconds over which tokens are counted while traffic changes
@@ -62,7 +62,7 @@ def start(model: str, port: int, more: list[str], log: Path) -> subprocess.Popen
 
 
 class Client:
-    """Asks the servers. ports: of plain vLLM and of the one line. prompts: a kind of questions of texts/chat.py."""
+    """Asks the servers. ports: of plain vLLM and of the one line. prompts: a kind of texts/questions.py."""
 
     def __init__(self, session: aiohttp.ClientSession, ports: dict[str, int]) -> None:
         self._session, self._ports, self._arm = session, ports, RULE

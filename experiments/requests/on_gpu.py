@@ -112,7 +112,7 @@ def encoder(llm: Any) -> Callable[[str], list[int]]:
 
 def cases(name: str, llm: Any, paths: Mapping[str, str], few: bool) -> Iterator[Case]:
     """The cases of an engine, in their order: the last ones change its weights. few: for a try on a CPU."""
-    from selfspec_cli.texts.chat import asked
+    from selfspec_cli.texts.questions import asked
 
     chat, count, size = encoder(llm), 2 if few else 8, 16 if few else TOKENS
     prompts = [ids for kind in ("chat", "coding", "edits") for ids in asked(kind, count, 0, chat, 512)]

@@ -172,7 +172,7 @@ def _head(chosen: argparse.Namespace) -> Any:
 
 def _texts(chosen: argparse.Namespace, model: Any, tokenizer: Any) -> list[list[int]]:
     """--texts texts of --length tokens, each begun by somebody else and written by the model."""
-    from selfspec_cli.texts import chat, library
+    from selfspec_cli.texts import library, questions
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
@@ -186,7 +186,7 @@ def _texts(chosen: argparse.Namespace, model: Any, tokenizer: Any) -> list[list[
         if len(made) >= chosen.texts:
             break
         if chosen.chat and part % 2:
-            asked = [ids for kind, count in UNASKED for ids in chat.asked(kind, count, 1, ask, 0)]
+            asked = [ids for kind, count in UNASKED for ids in questions.asked(kind, count, 1, ask, 0)]
             prompts = asked * (chosen.at_once // len(asked) or 1)
         else:
             prompts = library.token_windows(encode, library.fitting_text(), 32, chosen.at_once, SEED + part)

@@ -17,7 +17,7 @@ from selfspec_cli.commands import configs, deploying, screen
 from selfspec_cli.commands.measuring import on_engines
 from selfspec_cli.commands.screen import GOES_ON, Output, emit, say, warn
 from selfspec_cli.commands.shared import Corpus, Overrides, Pairs, Ridge, command
-from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.model_files import head_folder
 from selfspec_cli.config.schema import ConfigError, RunConfig, head_spec
 from selfspec_cli.early_exit.heads import HeadSpec
 from selfspec_cli.stages import preflight

@@ -10,7 +10,7 @@ from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands.measuring import on_engines
 from selfspec_cli.commands.screen import Output, say
 from selfspec_cli.commands.shared import Config, Overrides, command
-from selfspec_cli.record import profiles, tables
+from selfspec_cli.record import quality, tables
 from selfspec_cli.report.rows import label
 from selfspec_cli.stages import preflight
 
@@ -35,7 +35,7 @@ def profile(
                 "arm": label(tables.planned(cfg)),
                 "tokens": min(tokens, cfg.workload.output_len),
                 "requests": cfg.workload.batch,
-                "folder": str(Path(cfg.results_dir) / profiles.FOLDER),
+                "folder": str(Path(cfg.results_dir) / quality.PROFILES),
             }
         )
     preflight.check_device(cfg)
@@ -45,12 +45,12 @@ def profile(
     out.answer(asdict(found) | {"files": files}, lambda: show(found, files))
 
 
-def show(profile: profiles.Profile, files: dict[str, str]) -> None:
+def show(profile: quality.Profile, files: dict[str, str]) -> None:
     """Shares of the wall time, and the slowest kernels."""
     screen.table(
         ("part", "share", "ms a round", "what it is"),
         [
-            (name, f"{spent / profile.wall:.1%}", f"{1000 * spent / profile.rounds:.3f}", profiles.PARTS[name])
+            (name, f"{spent / profile.wall:.1%}", f"{1000 * spent / profile.rounds:.3f}", quality.PARTS[name])
             for name, spent in profile.seconds.items()
         ],
         text=(0, 3),

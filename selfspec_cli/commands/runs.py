@@ -17,12 +17,12 @@ from selfspec_cli.commands import configs
 from selfspec_cli.commands.screen import Output, emit, say, show_facts, table, warn
 from selfspec_cli.commands.shared import Folder, NamesCommands, command
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, query, tables
+from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.point import Point
-from selfspec_cli.report import Format
 from selfspec_cli.report.rows import group_title, label, times
+from selfspec_cli.report.table import Format
 from selfspec_cli.stages import preflight
 
 
@@ -69,8 +69,8 @@ def report(
     folder = configs.results_dir(overrides)
     if compare is None and by is None and form is Format.html:
         return _page(out, folder, pages or folder, where or [], figures)
-    from selfspec_cli.report import by_category, sources, static
     from selfspec_cli.report import compare as comparing
+    from selfspec_cli.report import sources, table
 
     form = Format.json if out.as_json else form
     if compare is not None:
@@ -78,7 +78,7 @@ def report(
         warnings, text = comparison.warnings, comparing.text(comparison, form)
     else:
         read = sources.read(folder, where or [])
-        warnings, text = read.warnings, (static if by is None else by_category).text(read, form)
+        warnings, text = read.warnings, (table.text if by is None else table.by_category)(read, form)
     warn(warnings)
     console = Console()
     if form is Format.html and console.is_terminal:
@@ -132,7 +132,7 @@ Ids = Annotated[
 def list_points(out: Output, words: Words = None) -> None:
     """The points of a folder, or those that meet every condition."""
     folder, conditions = _place(words or [])
-    rows = query.chosen([tables.row(point) for point in _points(folder)], conditions)
+    rows = columns.chosen([tables.row(point) for point in _points(folder)], conditions)
     if out.as_json:
         return emit({"points": [plain(row) for row in rows]})
     lines = [
@@ -280,7 +280,7 @@ def _meant(points: list[Point], words: list[str]) -> list[Record]:
     """Rows by id (every point of which the id begins so), or by conditions."""
     rows = [tables.row(point) for point in points]
     if any(sign in word for word in words for sign in "=<>~"):
-        return query.chosen(rows, words)
+        return columns.chosen(rows, words)
     for word in words:
         _one(points, word)  # raises where nothing, or more than one key, is meant
     return [row for row in rows if any(row.point.startswith(word) for word in words)]

@@ -4,26 +4,13 @@ A choice is a file conf/GROUP/NAME.yaml, or NAME in conf/GROUP.yaml. A user's ./
 take the place of packaged ones.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from selfspec_cli.config import paths
-from selfspec_cli.config.schema import (
-    GROUPS,
-    ConfigError,
-    GateConfig,
-    HeadConfig,
-    LauncherConfig,
-    LauncherKind,
-    RunConfig,
-    TrackerConfig,
-    head_spec,
-)
+from selfspec_cli.config import paths, schema
+from selfspec_cli.config.schema import GROUPS, ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.heads import HeadSpec, examples
 from selfspec_cli.early_exit.knobs import Knob, options
@@ -31,11 +18,7 @@ from selfspec_cli.early_exit.knobs import Knob, options
 EXPERIMENT = "experiment"
 GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
 TUNED = "tuned"  # conf/tuned/, see config/tuned.py; no group either
-_BY_KIND: dict[str, Callable[[str], Any]] = {
-    "gate": GateConfig,
-    "launcher": lambda kind: LauncherConfig(LauncherKind(kind)),
-    "tracker": TrackerConfig,
-}
+_BY_KIND = {"gate": schema.GateConfig, "launcher": schema.LauncherConfig, "tracker": schema.TrackerConfig}
 NAMED_GROUPS = ("head", *_BY_KIND)
 """Groups whose choices are names of a registry, or words of their setting `kind`, and need no file."""
 _SUFFIX = ".yaml"
@@ -44,7 +27,7 @@ _SUFFIX = ".yaml"
 def conf_dirs() -> list[Path]:
     """Folders of choices; the first that has a name wins."""
     user = Path.cwd() / "conf"
-    packaged = paths.conf_dir()
+    packaged = paths.data_dir() / "conf"
     return [user, packaged] if user.is_dir() and user.resolve() != packaged.resolve() else [packaged]
 
 
@@ -60,16 +43,13 @@ def file_choices(group: str) -> dict[str, Path]:
 
 def _named_in(file: Path) -> dict[str, Any]:
     """The choices of a file that holds several: names with settings below them."""
-    return {name: settings or {} for name, settings in _content(file).items() if _is_choice(name, settings)}
+    stat = file.stat()
+    content = _read_once(file, stat.st_mtime_ns, stat.st_size)
+    return {name: settings or {} for name, settings in content.items() if _is_choice(name, settings)}
 
 
 def _is_choice(name: Any, settings: Any) -> bool:
     return isinstance(name, str) and (settings is None or isinstance(settings, dict))
-
-
-def _content(file: Path) -> dict[Any, Any]:
-    stat = file.stat()
-    return _read_once(file, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=64)
@@ -104,7 +84,7 @@ def of_name(group: str, word: str) -> Any:
         if group != "head":
             if word not in _kind(group).words():
                 raise ConfigError(_kind(group).wrong_word(word, group))
-            return _BY_KIND[group](word)
+            return _BY_KIND[group](schema.LauncherKind(word) if group == "launcher" else word)
         spec = HeadSpec.from_name(word)
     except SettingsError as error:
         files = file_choices(group)
@@ -163,7 +143,7 @@ def unread_files() -> list[str]:
         elif entry.suffix in (".yml", ".json", ".toml") or (entry.suffix == _SUFFIX and entry.stem not in GROUPS):
             found.append(f"./conf/{entry.name} is not read: a choice is NAME in ./conf/GROUP{_SUFFIX}")
         elif entry.suffix == _SUFFIX:
-            strange = [str(name) for name, settings in _content(entry).items() if not _is_choice(name, settings)]
+            strange = [str(name) for name, settings in paths.read_yaml(entry).items() if not _is_choice(name, settings)]
             if strange:
                 not_read = f"./conf/{entry.name}: {', '.join(strange)} is not read"
                 found.append(f"{not_read}: a choice is NAME with its settings below it")

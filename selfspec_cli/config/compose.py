@@ -21,18 +21,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from selfspec_cli.config import choices
 from selfspec_cli.config import tuned as tuned_files
-from selfspec_cli.config.choices import (
-    EXPERIMENT,
-    NAMED_GROUPS,
-    TUNED,
-    choices,
-    experiment_overrides,
-    file_choices,
-    name_of_model,
-    of_name,
-    settings_of,
-)
 from selfspec_cli.config.dumped import first_line, load_config
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.options import SETTINGS
@@ -41,7 +31,7 @@ from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.config.validation import refuse_names_of_other_gates, validate, validate_command
 from selfspec_cli.config.words import Word, is_free_form, parse
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.early_exit.knobs import Option, refusal
+from selfspec_cli.early_exit.knobs import refusal
 
 _ROOT = "selfspec_run"
 _COMPOSED: dict[str, _Composed] = {}
@@ -62,19 +52,17 @@ def compose_runs(
     """Every point that the overrides span, in their order, checked, without repetitions; raises ConfigError. Points
     share what they have in common: change a copy.
 
-    Args:
-        experiment: name of a file in experiments/; `experiment=NAME` among the overrides does the same.
-        overrides: Hydra overrides; they win over those of the experiment and of `tuned=MODEL`.
-        sweep: whether comma lists and ranges are allowed.
-        config: a dumped config to start from instead of the schema's defaults.
+    experiment: name of a file in experiments/, as `experiment=NAME` among the overrides. overrides: they win over those
+    of the experiment and of `tuned=MODEL`. sweep: whether lists and ranges are allowed. config: a dumped config to
+    start from instead of the schema's defaults.
     """
     base = load_config(config) if config else None
     users = parse(overrides)
     _refuse_repeated(users)
-    names, users = _split(EXPERIMENT, users)
-    tuned, users = _split(TUNED, users)
+    names, users = _split(choices.EXPERIMENT, users)
+    tuned, users = _split(choices.TUNED, users)
     names = [experiment] if experiment else names
-    grids = [parse(grid) for name in names for grid in experiment_overrides(name)] if names else [[]]
+    grids = [parse(grid) for name in names for grid in choices.experiment_overrides(name)] if names else [[]]
     composed: list[RunConfig] = []
     for grid, name in itertools.product(grids, tuned or [""]):
         best = _tuned_words(name, [*grid, *users], base) if name else []
@@ -98,17 +86,14 @@ def compose_runs(
 def _refuse_repeated(words: Sequence[Word]) -> None:
     first: dict[str, Word] = {}
     for word in words:
-        before = first.setdefault(word.key, word)
-        if before is word:
-            continue
-        typed = f"{before.typed} and {word.typed}"
-        if before.typed.partition("=")[0] != word.typed.partition("=")[0]:
-            raise ConfigError(f"{typed}: both are {word.key}; give one of them")
-        raise ConfigError(f"{typed}: {word.key} is given twice; give it once, and several values as a list a,b")
+        if (before := first.setdefault(word.key, word)) is not word:
+            twice = f"{word.key} is given twice; give it once, and several values as a list a,b"
+            is_other_name = before.typed.partition("=")[0] != word.typed.partition("=")[0]
+            reason = f"both are {word.key}; give one of them" if is_other_name else twice
+            raise ConfigError(f"{before.typed} and {word.typed}: {reason}")
 
 
 def _split(key: str, words: list[Word]) -> tuple[list[str], list[Word]]:
-    """The values of an override that names a file, and the other overrides."""
     names = [str(value) for word in words if word.key == key for value in word.values]
     return names, [word for word in words if word.key != key]
 
@@ -166,14 +151,14 @@ def _group_choice(group: str, value: Any) -> _Choice:
     if group == SPECULATIVE and isinstance(value, dict):
         return None, {group: value}
     word = str(value)
-    if word in file_choices(group):
+    if word in choices.file_choices(group):
         return word, {}
-    if group in NAMED_GROUPS:
-        return None, {group: of_name(group, word)}
-    if group == "model" and (name := name_of_model(word)) is not None:
+    if group in choices.NAMED_GROUPS:
+        return None, {group: choices.of_name(group, word)}
+    if group == "model" and (name := choices.name_of_model(word)) is not None:
         return "custom", {"model.path": word, "model.name": name}
     further = ", ./FOLDER, or ORG/NAME of the Hugging Face Hub" if group == "model" else ""
-    raise ConfigError(closest(word, choices(group), group, further=further))
+    raise ConfigError(closest(word, choices.choices(group), group, further=further))
 
 
 def _converted(word: Word, value: Any) -> Any:
@@ -186,19 +171,16 @@ def _converted(word: Word, value: Any) -> Any:
     except OmegaConfBaseException as error:
         if option.knob.words():
             raise ConfigError(refusal(option, value)) from error
-        raise ConfigError(f"{word.typed}: {_no_number(option, value) or first_line(error)}") from error
+        reason = first_line(error)
+        if option.is_number:
+            kind = "whole number" if int in (option.type, *get_args(option.type)) else "number"
+            allowed = f" ({option.knob.allowed()})" if option.knob.allowed() else ""
+            forms = f"a {kind}{allowed}, or several as a,b,c or range(start, stop, step)"
+            reason = f"{value!r} is no {kind}; allowed: {forms}"
+        raise ConfigError(f"{word.typed}: {reason}") from error
     if OmegaConf.is_config(found):
         raise ConfigError(f"{word.typed}: {word.key} takes one value, not a list or a mapping")
     return found
-
-
-def _no_number(option: Option, value: Any) -> str:
-    """Why a value is none for a setting of numbers, and what is one; empty for a setting of another type."""
-    if not option.is_number:
-        return ""
-    kind = "whole number" if int in (option.type, *get_args(option.type)) else "number"
-    allowed = f" ({option.knob.allowed()})" if option.knob.allowed() else ""
-    return f"{value!r} is no {kind}; allowed: a {kind}{allowed}, or several as a,b,c or range(start, stop, step)"
 
 
 @cache
@@ -208,13 +190,11 @@ def _types_of(section: str) -> Any:
 
 
 def _composed(base: RunConfig | None, files: Mapping[str, str]) -> _Composed:
-    """What Hydra makes of choices that files have; made once for the same choices of the same content.
-
-    base: it gives way only in the groups that are chosen anew. files: the choice of each such group.
-    """
+    """What Hydra makes of choices that files have; made once for the same choices of the same content. base: it gives
+    way only in the groups that are chosen anew. files: the choice of each such group."""
     if base is None:
-        files = {group: name for group, name in GROUPS.items() if group not in NAMED_GROUPS} | dict(files)
-    nodes = {group: settings_of(group, name) for group, name in files.items()}
+        files = {group: name for group, name in GROUPS.items() if group not in choices.NAMED_GROUPS} | dict(files)
+    nodes = {group: choices.settings_of(group, name) for group, name in files.items()}
     content = repr((base, files, nodes))
     if content not in _COMPOSED:
         kept = {} if base is None else vars(base)

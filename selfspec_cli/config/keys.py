@@ -1,25 +1,26 @@
-"""What a config measures, as short keys: which points are equal, which share an engine, and whose baseline is whose."""
+"""What a config measures, as short keys: which points are equal, which share an engine, and whose baseline is whose.
 
-from __future__ import annotations
+A key has what the files that a config names hold, as digests: a file that was written anew is another measurement.
+Digests are kept for the life of the process by path, modification time and size, so that ten thousand configs that
+share a model read it once.
+"""
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
 
 from selfspec_cli import load_patterns
-from selfspec_cli.config import digests as files
-from selfspec_cli.config import machine, speculative
-from selfspec_cli.config.facts import device_of
-from selfspec_cli.config.schema import (
-    EARLY_EXIT,
-    SPECULATIVE,
-    Method,
-    RunConfig,
-    Runner,
-    gate_threshold,
-    to_plain,
-)
+from selfspec_cli.config import machine, schema, speculative
+from selfspec_cli.config.facts import device_of, exit_layer
+from selfspec_cli.config.model_files import full_head, head_folder, model_fingerprint
+from selfspec_cli.config.paths import model_path, prompts_file
+from selfspec_cli.config.schema import EARLY_EXIT, Method, RunConfig, Runner, to_plain
+from selfspec_cli.config.speculative import draft_of
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.settings import AUTO, OPTIONS, SPECULATIVE_LENGTH, DraftSettings, arm_settings
 from selfspec_cli.early_exit.view import DraftView
@@ -57,7 +58,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         named = {name: value for name, value in cfg.speculative.items() if name != SPECULATIVE_LENGTH}  # that is `k`
         settings |= {speculative.KEY: named}
     else:
-        settings |= {"layer": files.layer_in_force(cfg)}
+        settings |= {"layer": layer_in_force(cfg)}
     if cfg.method in EARLY_EXIT:
         settings |= DraftView.of(cfg).facts()
         if not cfg.head.path:
@@ -67,16 +68,14 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings["draft_cost"] = None  # nobody can set it any more, but finished rows have it in their keys
     if cfg.method is Method.layer_skip and cfg.gate.kind == AUTO:
         settings["widths"] = "measured"  # each has graphs, captured at the start
-    if cfg.method in SPECULATIVE:
+    if cfg.method in schema.SPECULATIVE:
         settings["k"] = cfg.k
     return settings | ({"runner": str(cfg.runner)} if cfg.runner is not Runner.auto else {})
 
 
 def uses(cfg: RunConfig, key: str) -> bool:
-    """Whether the method and the gate of `cfg` look at `key` at all; True for what is no setting of either.
-
-    key: of a setting, or of a group of them such as gate.
-    """
+    """Whether the method and the gate of `cfg` look at `key` at all; True for what is no setting of either. key: of a
+    setting, or of a group of them such as gate."""
     if key.partition(".")[0] == speculative.KEY:
         return cfg.method is Method.vllm
     about = [option.knob for name, option in OPTIONS.items() if name == key or name.startswith(f"{key}.")]
@@ -88,14 +87,13 @@ def uses(cfg: RunConfig, key: str) -> bool:
 
 
 def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
-    if cfg.method is not Method.layer_skip:
-        return {}
-    return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
+    is_gated = cfg.method is Method.layer_skip
+    return {"gate": str(cfg.gate.kind), "threshold": schema.gate_threshold(cfg)} if is_gated else {}
 
 
-def _load(cfg: RunConfig) -> tuple[str, ...]:
-    """The group of settings that only a load test looks at."""
-    return ("load",) if cfg.load.kind else ()
+def _workload(cfg: RunConfig) -> tuple[str, ...]:
+    """The groups of settings that say what is asked of an engine."""
+    return ("workload", "load") if cfg.load.kind else ("workload",)
 
 
 def _seed_of_weights(cfg: RunConfig) -> dict[str, int]:
@@ -114,9 +112,7 @@ def run_key(cfg: RunConfig) -> str:
 
 class Keys:
     """The keys of many configs of one command. What they share (a model, a workload, files) is read and hashed once.
-
-    One object is of one moment: a file that changes later has the digest that it had.
-    """
+    One object is of one moment: a file that changes later has the digest that it had."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str], str] = {}
@@ -132,7 +128,7 @@ class Keys:
 
     def baseline(self, cfg: RunConfig) -> tuple[str, RunConfig]:
         """The key and the config of the baseline that a config is compared with."""
-        parts = [self._part(cfg, name) for name in ("model", "engine", "workload", *_load(cfg))]
+        parts = [self._part(cfg, name) for name in ("model", "engine", *_workload(cfg))]
         name = repr([device_of(cfg), _interpreted(cfg), *parts, *(getattr(cfg, name) for name in MEASURING)])
         if name not in self._baselines:
             baseline = baseline_of(cfg)
@@ -141,16 +137,13 @@ class Keys:
 
     def settings(self, cfg: RunConfig) -> str:
         """Equal for two configs exactly when no knob that has an effect differs; reads no file and asks no machine."""
-        facts = {"engine": self.engine(cfg), "workload": self._part(cfg, "workload")} | _gate_facts(cfg)
-        facts |= {name: self._part(cfg, name) for name in _load(cfg)}
-        return digest(facts | {name: getattr(cfg, name) for name in MEASURING})
+        facts = {"engine": self.engine(cfg)} | {name: self._part(cfg, name) for name in _workload(cfg)}
+        return digest(facts | _gate_facts(cfg) | {name: getattr(cfg, name) for name in MEASURING})
 
     def arm(self, cfg: RunConfig) -> str:
-        """Names the arm that a config measures: what findings about the quality of its output belong to.
-
-        It is the same whatever the workload, and whatever the engine's settings for speed and memory (eager or
-        compiled, batch and cache sizes), which change the rounding of numbers and nothing else.
-        """
+        """Names the arm that a config measures: what findings about the quality of its output belong to. It is the same
+        whatever the workload, and whatever the engine's settings for speed and memory (eager or compiled, batch and
+        cache sizes), which change the rounding of numbers and nothing else."""
         digests = {name: digest for name, digest in self.digests(cfg).items() if name != "prompts"}
         facts: dict[str, Any] = {"model": self._part(cfg, "model"), "extra": cfg.engine.extra, "device": device_of(cfg)}
         facts |= {name: value for name, value in method_settings(cfg).items() if name != "head_dir"} | _gate_facts(cfg)
@@ -161,7 +154,6 @@ class Keys:
         return digest(facts | method_settings(cfg) | {"device": device_of(cfg)} | _seed_of_weights(cfg))
 
     def digests(self, cfg: RunConfig) -> dict[str, str]:
-        """What the files that a config names hold, see `digests.digests`."""
         named: list[Any] = [self._part(cfg, "model"), cfg.workload.prompts, _seed_of_weights(cfg)]
         if cfg.method in EARLY_EXIT:
             named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, cfg.draft_weights_path]
@@ -169,7 +161,7 @@ class Keys:
             named.append(cfg.speculative)
         name = repr(named)
         if name not in self._digests:
-            self._digests[name] = files.digests(cfg)
+            self._digests[name] = digests(cfg)
         return self._digests[name]
 
     def _part(self, cfg: RunConfig, name: str) -> str:
@@ -189,3 +181,65 @@ class Keys:
 def digest(facts: Any) -> str:
     """Facts that JSON can hold -> a key of KEY_LENGTH hex digits; the order of names does not count."""
     return hashlib.sha256(_JSON.encode(facts).encode()).hexdigest()[:KEY_LENGTH]
+
+
+T = TypeVar("T")
+DIGITS = 16
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: how often each token occurred
+
+
+def digests(cfg: RunConfig) -> dict[str, str]:
+    """Digests of what `cfg` reads, by name: model, tokenizer, prompts, head, vocab, draft_weights, and of
+    method vllm the draft. What it does not use, and what is not here (an engine refuses it), is left out."""
+    model = _unless_refused(model_fingerprint, cfg)
+    found = {"model": model, "tokenizer": _unless_refused(_tokenizer, cfg)}
+    if cfg.workload.prompts not in schema.PROMPTS or cfg.workload.prompts == schema.HUMANEVAL:
+        found["prompts"] = file_digest(prompts_file(cfg.workload.prompts))
+    if cfg.method in EARLY_EXIT and model is not None:
+        schema.head_spec(replace(cfg.head, path=None))  # raises SettingsError for a combination that there is not
+        layer = layer_in_force(cfg) or 0  # no head is of layer 0: without a layer only a file that is named is found
+        head = _unless_refused(lambda cfg: full_head(cfg, layer), cfg)
+        found["head"] = None if head is None else file_digest(head)
+        if cfg.vocab != "full":  # a list of token ids, or the counts that say which tokens are the most frequent
+            listed = head_folder(cfg) / COUNTS_FILE if cfg.vocab.isdigit() else Path(cfg.vocab).expanduser()
+            found["vocab"] = file_digest(listed)
+    if (draft := draft_of(cfg)) is not None:
+        found["draft"] = _unless_refused(model_fingerprint, RunConfig(model=draft))
+    if cfg.method == "layer_skip" and cfg.draft_weights_path is not None:
+        found["draft_weights"] = file_digest(Path(cfg.draft_weights_path).expanduser())
+    return {name: digest for name, digest in found.items() if digest is not None}
+
+
+def file_digest(path: Path) -> str | None:
+    """Digest of a file's whole content; None where it cannot be read."""
+    try:
+        stat = path.stat()
+        return _content_digest(str(path), stat.st_mtime_ns, stat.st_size)
+    except OSError:
+        return None
+
+
+def _unless_refused(find: Callable[[RunConfig], T], cfg: RunConfig) -> T | None:
+    """What is found; None where the config names something that is not here."""
+    try:
+        return find(cfg)
+    except SettingsError:
+        return None
+
+
+def _tokenizer(cfg: RunConfig) -> str | None:
+    folder = Path(cfg.model.tokenizer or model_path(cfg.model)).expanduser()
+    found = [digest for name in TOKENIZER_FILES if (digest := file_digest(folder / name)) is not None]
+    return hashlib.sha256(" ".join(found).encode()).hexdigest()[:DIGITS] if found else None
+
+
+def layer_in_force(cfg: RunConfig) -> int | None:
+    """The exit layer of a config, half of the layers where none is given; None where nothing here says how many."""
+    return _unless_refused(exit_layer, cfg)
+
+
+@lru_cache(maxsize=4096)
+def _content_digest(path: str, mtime_ns: int, size: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]

@@ -39,40 +39,24 @@ def hardware() -> dict[str, Any]:
 
 
 def device(cfg: RunConfig) -> str:
-    """What `cfg` runs on, in a few words: the processor and its cores, or the name and number of the GPUs in use.
-
-    A run on the CPU of a machine with GPUs is a run on the CPU; of eight GPUs it has those that CUDA_VISIBLE_DEVICES
-    shows, and of these as many as the model is divided among.
-    """
-    if device_of(cfg) == "cpu":
-        return cpu()
-    return describe(visible_gpus()[: cfg.model.tensor_parallel_size])
+    """What `cfg` runs on, in a few words: the processor and its cores, or the name and number of the GPUs in use: of
+    those that CUDA_VISIBLE_DEVICES shows, as many as the model is divided among."""
+    return cpu() if device_of(cfg) == "cpu" else describe(visible_gpus()[: cfg.model.tensor_parallel_size])
 
 
 def cpu() -> str:
     """The processor and the number of its cores that this process may use."""
-    facts = hardware()
-    return f"{facts['cpu']}, {facts['cores']} cores"
+    return f"{hardware()['cpu']}, {hardware()['cores']} cores"
 
 
 def describe(cards: list[str]) -> str:
-    """The GPUs in use, from their names."""
-    if not cards:
-        return "no GPU"
-    return f"{len(cards)}x {cards[0]}" if len(cards) > 1 else cards[0]
+    return f"{len(cards)}x {cards[0]}" if len(cards) > 1 else cards[0] if cards else "no GPU"
 
 
 def visible_gpus() -> list[str]:
-    return visible(gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def visible(cards: list[tuple[str, str]], wanted: str | None) -> list[str]:
-    """The names of the GPUs that CUDA shows, in its order.
-
-    Args:
-        cards: (UUID, name) of every GPU of the machine. wanted: CUDA_VISIBLE_DEVICES, numbers or beginnings of UUIDs
-            separated by commas; CUDA stops reading at the first that there is not. None shows all.
-    """
+    """The names of the GPUs that CUDA shows, in its order: those of CUDA_VISIBLE_DEVICES, numbers or beginnings of
+    UUIDs, up to the first that there is not."""
+    cards, wanted = gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return [name for _, name in cards]
     shown: list[str] = []
@@ -101,10 +85,8 @@ def asked_of_gpus(fields: str, *options: str) -> list[list[str]]:
 
 @cache
 def git_revision(folder: str) -> dict[str, Any] | None:
-    """Revision of the repository that tracks the files of `folder`, and whether they have changes; None without one.
-
-    A wheel that is installed somewhere inside a user's repository is not tracked by it, and has no revision.
-    """
+    """Revision of the repository that tracks the files of `folder`, and whether they have changes; None without one. A
+    wheel that is installed somewhere inside a user's repository is not tracked by it, and has no revision."""
     git = ["git", "-C", folder]
     revision = _lines([*git, "rev-parse", "HEAD"]) if _lines([*git, "ls-files", "--", "."]) else []
     if not revision:

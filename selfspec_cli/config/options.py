@@ -1,8 +1,6 @@
 """Every setting in words, from the schema: `selfspec options`, the commands' `--help`, docs/reference.md, and how a
 KEY=VALUE word can go on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -20,8 +18,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.heads import HEADS
 
-SETTINGS = knobs.options(RunConfig)
-"""Every setting by its dotted key."""
+SETTINGS = knobs.options(RunConfig)  # every setting by its dotted key
 
 OTHER_NAMES = (
     dict.fromkeys(THRESHOLD_KEYS[1:], THRESHOLD_KEYS[0])
@@ -31,8 +28,7 @@ OTHER_NAMES = (
 """Other names of settings, each with the setting that it means."""
 
 RARE = frozenset(option.key for option in SETTINGS.values() if option.knob.rare)
-"""Settings that experiments and tests set, and no user needs. They are shown by `selfspec options --all`, or for a word
-that they hold."""
+"""Settings that no user needs, shown by `selfspec options --all`, or for a word that they hold."""
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "text"}
 
@@ -62,19 +58,15 @@ class Choice:
 
 def rows(word: str = "", *, rare: bool = False) -> list[Row]:
     """The settings whose key or help holds `word`, in the order of the schema; without a word all that are not rare.
-
-    rare: without a word the rare ones too.
-    """
+    rare: without a word the rare ones too."""
     made = [_row(option) for option in SETTINGS.values() if word or rare or option.key not in RARE]
     return [row for row in made if word.lower() in f"{row.key} {row.spec_key} {row.help}".lower()]
 
 
 def choices(word: str = "") -> list[Choice]:
     """Every gate, head kind and kind of draft weights of which `word` is part of the key, the name or the help."""
-    made = [
-        Choice("gate", gate.name, f"{gate.key}={gate.default:g}" if gate.key else "", gate.help)
-        for gate in GATES.values()
-    ]
+    gates = [(gate, f"{gate.key}={gate.default:g}" if gate.key else "") for gate in GATES.values()]
+    made = [Choice("gate", gate.name, threshold, gate.help) for gate, threshold in gates]
     made += [Choice("head", kind.name, "", kind.help) for kind in HEADS.values()]
     made += [Choice("draft_weights", kind.name, "", kind.help) for kind in DRAFT_WEIGHTS.values()]
     made += [Choice("draft_context", kind.name, "", f"{kind.form()}: {kind.help}") for kind in CONTEXTS.values()]
@@ -82,7 +74,6 @@ def choices(word: str = "") -> list[Choice]:
 
 
 def unknown(word: str) -> str:
-    """What to say of a word that neither `rows` nor `choices` know."""
     near = nearest(word, [row.key for row in rows(rare=True)] + [one.name for one in choices()])
     meant = f"did you mean {near!r}? " if near else ""
     return f"no setting or choice has {word!r} in its name or description; {meant}selfspec options lists them all"
@@ -99,12 +90,11 @@ def _row(option: knobs.Option) -> Row:
     words = about.words()
     kind = "word" if words else _TYPES.get(option.type if option.type is Any else kinds[0], "text")
     kind = "mapping" if getattr(option.type, "__origin__", None) is dict else kind
+    default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
     if option.default is None:
         default = about.unset or "none"
-    elif isinstance(option.default, float):
-        default = f"{option.default:g}"
-    else:
-        default = str(option.default).lower() if isinstance(option.default, bool) else str(option.default)
+    elif isinstance(option.default, bool):
+        default = default.lower()
     spec_key = about.spec_keys[0] if about.spec_keys else ""
     return Row(option.key, kind, about.unit, ", ".join(words) or about.allowed(), default, about.help, spec_key)
 
@@ -125,10 +115,8 @@ def candidates(word: str) -> list[tuple[str, str]]:
         rare |= {name: f"another name of {key}" for name, key in OTHER_NAMES.items()}
         return offered or [(f"{name}=", text) for name, text in rare.items() if name.startswith(word)]
     before, comma, last = value.rpartition(",")
-    given = before.split(",")
-    return [
-        (f"{key}={before}{comma}{name}", "") for name in _values(key) if name.startswith(last) and name not in given
-    ]
+    names = [name for name in _values(key) if name.startswith(last) and name not in before.split(",")]
+    return [(f"{key}={before}{comma}{name}", "") for name in names]
 
 
 def _keys() -> Iterator[tuple[str, str]]:

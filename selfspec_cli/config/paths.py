@@ -1,7 +1,5 @@
 """Where selfspec's own files are: in the checkout, or inside the installed wheel."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Sequence
@@ -26,10 +24,6 @@ def data_dir() -> Path:
     package = Path(__file__).parents[1]
     packaged = package / "_data"
     return packaged if packaged.is_dir() else package.parent
-
-
-def conf_dir() -> Path:
-    return data_dir() / "conf"
 
 
 def experiments_dir() -> Path:
@@ -78,9 +72,8 @@ def checked_mapping(value: Any, place: str, keys: Sequence[str] | None = None) -
     """A mapping with some of these keys; raises ConfigError, which begins with `place`, for anything else."""
     if not isinstance(value, dict):
         raise ConfigError(f"{place}: it must be a mapping" + (f" with keys of {', '.join(keys[:12])}" if keys else ""))
-    for key in value if keys else ():
-        if keys and key not in keys:
-            raise ConfigError(f"{place}: {closest(str(key), keys, 'key')}")
+    if unknown := [key for key in value if keys and key not in keys]:
+        raise ConfigError(f"{place}: {closest(str(unknown[0]), keys or (), 'key')}")
     return value
 
 
@@ -114,26 +107,23 @@ def in_hub_cache(model: ModelConfig, file: str) -> Path | None:
 def model_path(model: ModelConfig) -> str:
     """What to hand to vLLM as the model: a folder that is there, or a Hugging Face id. Raises ConfigError where it can
     only be a folder, and that is not there or holds no config.json."""
+    what = f"model.path={model.path}"
     if model.path == REFERENCE:
-        missing = f"model={REFERENCE} comes with the repository, or with the package selfspec-reference-model"
-        return str(_folder(reference_model_dir(), f"{missing} (pip install ./packaging/reference_model in a checkout)"))
-    if model.path == PLAIN:
-        return str(_folder(plain_model_dir(), f"model={PLAIN} comes with the repository, not with the package"))
-    if model.path.startswith(SHAPE):
-        name = model.path.removeprefix(SHAPE)
-        return str(_folder(experiments_dir() / "shapes" / name, f"model.path={model.path}"))
-    refuse_address(model.path, "model.path")
-    path = Path(model.path).expanduser()
-    if path.is_dir() or _HUB_ID.fullmatch(model.path) is None:
-        return str(_folder(path, f"model.path={model.path}"))
-    return model.path
-
-
-def _folder(path: Path, what: str) -> Path:
+        what = f"model={REFERENCE} comes with the repository, or with the package selfspec-reference-model"
+        path, what = reference_model_dir(), f"{what} (pip install ./packaging/reference_model in a checkout)"
+    elif model.path == PLAIN:
+        path, what = plain_model_dir(), f"model={PLAIN} comes with the repository, not with the package"
+    elif model.path.startswith(SHAPE):
+        path = experiments_dir() / "shapes" / model.path.removeprefix(SHAPE)
+    else:
+        refuse_address(model.path, "model.path")
+        path = Path(model.path).expanduser()
+        if not path.is_dir() and _HUB_ID.fullmatch(model.path):
+            return model.path
     if path.is_file():
         raise ConfigError(f"{what}: {path} is a file, not a model's folder")
     if not path.is_dir():
         raise ConfigError(f"{what}: there is no folder {path}")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{what}: {path} holds no config.json, so it is not a model")
-    return path
+    return str(path)

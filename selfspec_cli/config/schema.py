@@ -1,13 +1,10 @@
 """The schema of one run: `DraftSettings` and the rest that a user can set, each with unit, range, help and one default.
 
-Plain dataclasses, importable in milliseconds and without Hydra: compose.py registers them as Hydra's schema, and
-everything past compose.py gets real instances of them. Rules that keep OmegaConf able to read them: not frozen, `str`
-for paths, `Enum` instead of `Literal`. An enum is for words between which this code decides, a `str` with `choices` for
-names of a registry and for words of vLLM's. An enum's member is named like its value, because OmegaConf looks members
-up by name and users type the value.
+Plain dataclasses, importable in milliseconds and without Hydra, of which compose.py makes Hydra's schema. OmegaConf
+reads them if they are not frozen, with `str` for paths and `Enum` instead of `Literal`. An enum is for words between
+which this code decides, a `str` with `choices` for names of a registry and for words of vLLM's. An enum's member is
+named like its value, because OmegaConf looks members up by name and users type the value.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping
@@ -177,8 +174,7 @@ class LoadConfig(PatternSettings):
     @property
     def kind(self) -> str:
         """The name of the pattern; empty where this is no load test."""
-        found = load_patterns.chosen(self)
-        return "" if found is None else found.name
+        return "" if load_patterns.chosen(self) is None else self.pattern.name
 
 
 @dataclass
@@ -312,10 +308,8 @@ def flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
     """The leaves of nested mappings by dotted name; lists and empty mappings are leaves."""
     leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves += flat(value, f"{above}{name}.")
-        else:
-            leaves.append((f"{above}{name}", value))
+        is_leaf = not isinstance(value, Mapping) or not value
+        leaves += [(f"{above}{name}", value)] if is_leaf else flat(value, f"{above}{name}.")
     return leaves
 
 

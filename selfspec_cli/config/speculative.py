@@ -24,10 +24,8 @@ SUFFIX_PACKAGE = "arctic_inference"
 DRAFTERS = ("draft_model", "eagle", "eagle3", "dflash", "dspark", "medusa", "mlp_speculator")
 """The methods of vLLM that draft with weights of their own, which `model` must name."""
 
-NOT_ON_CPU: dict[str, str] = {
-    "ngram_gpu": "it copies drafts on streams of torch.cuda; speculative=ngram does the same on a CPU",
-}
-"""What vLLM's CPU build cannot do, and why, by its source (v1/spec_decode/ngram_proposer_gpu.py)."""
+# By the source of vLLM's CPU build (v1/spec_decode/ngram_proposer_gpu.py).
+NOT_ON_CPU = {"ngram_gpu": "it copies drafts on streams of torch.cuda; speculative=ngram does the same on a CPU"}
 
 _SET_BY_VLLM = ("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config")
 
@@ -50,10 +48,8 @@ def draft_of(cfg: RunConfig) -> ModelConfig | None:
 def in_words(spec: Mapping[str, Any]) -> str:
     """A mapping on one line: the method, the last part of the draft's path, and every other setting but the length."""
     draft = Path(str(spec["model"])).name if spec.get("model") else None
-    others = [
-        f"{name}={value}" for name, value in sorted(spec.items()) if name not in ("method", "model", SPECULATIVE_LENGTH)
-    ]
-    return " ".join(filter(None, [spec.get("method"), draft, *others]))
+    others = sorted(spec.keys() - {"method", "model", SPECULATIVE_LENGTH})
+    return " ".join(filter(None, [spec.get("method"), draft, *(f"{name}={spec[name]}" for name in others)]))
 
 
 @cache
@@ -129,15 +125,14 @@ def check(cfg: RunConfig) -> None:
     if device_of(cfg) == "cpu" and method in NOT_ON_CPU:
         raise ConfigError(f"speculative.method={method}: vLLM's CPU build cannot do it: {NOT_ON_CPU[method]}")
     draft = draft_of(cfg)
-    if draft is None:
-        if method in DRAFTERS:
-            raise ConfigError(
-                f"speculative={method}: it drafts with weights of its own; name them: "
-                "speculative.model=./FOLDER, or an id of the Hub"
-            )
-        return
+    if draft is None and method in DRAFTERS:
+        raise ConfigError(
+            f"speculative={method}: it drafts with weights of its own; name them: "
+            "speculative.model=./FOLDER, or an id of the Hub"
+        )
     try:
-        model_path(draft)
+        if draft is not None:
+            model_path(draft)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{KEY}.model=")) from error
 

@@ -1,5 +1,5 @@
-"""Files of tuned settings: overrides that `selfspec tune` found for a model, and that `tuned=MODEL` puts before the
-user's own.
+"""Files of tuned settings: overrides that `selfspec tune` found for a model, which `tuned=MODEL` puts before the
+user's.
 
 A file is conf/tuned/NAME-FINGERPRINT.yaml. Two models may share a name (orgA/M and orgB/M), and one name may come to
 mean other weights, so a file is used for the model that it was made for alone.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from selfspec_cli.config import paths
 from selfspec_cli.config.choices import TUNED, conf_dirs, file_choices
-from selfspec_cli.config.model_digest import SHORT, folder_name, model_fingerprint, safe_name
+from selfspec_cli.config.model_files import SHORT, folder_name, model_fingerprint, safe_name
 from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, gate_threshold
 from selfspec_cli.early_exit.errors import closest, nearest
 from selfspec_cli.early_exit.settings import arm_settings
@@ -25,8 +25,7 @@ from selfspec_cli.whole import atomic_write
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.replay import Setting
 
-_MORE = ("head_dir", "runner")
-"""Written down only if not the default, as the settings of an arm are."""
+_MORE = ("head_dir", "runner")  # written down only if not the default, as the settings of an arm are
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
 
 
 def overrides(cfg: RunConfig) -> list[str]:
-    """Return the overrides of the drafting of `cfg`, without model and workload."""
+    """The overrides of the drafting of `cfg`, without model and workload."""
     threshold, default = gate_threshold(cfg), RunConfig()
     layer, *view = DraftView.of(cfg).overrides()
     words = [layer, f"k={cfg.k}", *view]
@@ -59,10 +58,8 @@ def overrides(cfg: RunConfig) -> list[str]:
 
 
 def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
-    """Write the file of the model of `cfg` into the configuration folder `conf`, atomically.
-
-    words: the overrides. title: for people.
-    """
+    """Write the file of the model of `cfg` into the configuration folder `conf`, atomically. words: the overrides.
+    title: for people."""
     import yaml
 
     file = conf / TUNED / f"{folder_name(cfg)}.yaml"
@@ -98,11 +95,9 @@ def _files() -> dict[Path, str]:
 
 
 def choose(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:
-    """The file that belongs to the model of the command.
-
-    matches: every file of `find`, with the configs that name the model once the file's overrides are applied. Raises
-    ConfigError where no file is of that model's weights, or several are, each of the model that it names itself.
-    """
+    """The file that belongs to the model of the command. matches: every file of `find`, with the configs that name the
+    model once the file's overrides are applied. Raises ConfigError where no file is of that model's weights, or several
+    are, each of the model that it names itself."""
     right = [file for file, cfgs in matches if all(model_fingerprint(cfg) == file.fingerprint for cfg in cfgs)]
     if len(right) == 1:
         return right[0]

@@ -11,21 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec_cli import load_patterns
-from selfspec_cli.config import speculative
+from selfspec_cli.config import schema, speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
-from selfspec_cli.config.schema import (
-    LAUNCHERS_WITH,
-    PROMPT_TABLES,
-    ConfigError,
-    GateConfig,
-    LauncherConfig,
-    Method,
-    RunConfig,
-    Runner,
-    gate_threshold,
-    head_spec,
-)
+from selfspec_cli.config.schema import ConfigError, GateConfig, LauncherConfig, Method, RunConfig, Runner
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.gates import GATES, check_threshold
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS, Gate
@@ -39,34 +28,30 @@ if TYPE_CHECKING:
 
 
 def validate(cfg: RunConfig) -> None:
-    """Refuse what cannot mean anything, by a ConfigError with the key, the value and what is allowed.
-
-    What the model's facts or its files tell is for stages/preflight.py to refuse.
-    """
+    """Refuse what cannot mean anything, by a ConfigError with the key, the value and what is allowed. What the model's
+    facts or its files tell is for stages/preflight.py to refuse."""
     for option, value in out_of_range(cfg):
         raise ConfigError(refusal(option, value))
     for key in ("results_dir", "head_dir"):
         if not getattr(cfg, key).strip():
             raise ConfigError(f"{key}=: it must name a folder, such as {key}={getattr(RunConfig, key)}")
-    check_threshold(cfg.gate.kind, gate_threshold(cfg))
+    check_threshold(cfg.gate.kind, schema.gate_threshold(cfg))
     _validate_engine(cfg)
     _validate_method(cfg)
     _validate_view(cfg)
     checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH)
     _validate_load(cfg)
     _validate_launcher(cfg.launcher)
-    head_spec(cfg.head)
+    schema.head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
     """Refuse (ConfigError) what one point alone does not show: several values of what a command has one of, and
-    settings of the method that no point uses. A value that is the default asks for nothing. A baseline uses no setting,
-    which is said only where nothing else is measured.
-
-    points: all of the command. given: what was typed for each key, such as {"threshold": "tau_v=4,5,6"}.
-    """
+    settings of the method that no point uses (a baseline uses none, which is said only where nothing else is measured).
+    A value that is the default asks for nothing. given: what was typed for each key, such as {"threshold":
+    "tau_v=4,5,6"}."""
     launcher = (f"launcher.{item.name}" for item in fields(LauncherConfig))
     for key in ("results_dir", "head_dir", "tracker.kind", *launcher):
         values = dict.fromkeys(str(attrgetter(key)(cfg)) for cfg in points)
@@ -165,8 +150,7 @@ def check_weights(cfg: RunConfig, known: WeightFacts) -> None:
 
 
 def _validate_engine(cfg: RunConfig) -> None:
-    ranks = cfg.engine.extra.get("pipeline_parallel_size", 1)
-    if ranks != 1:
+    if (ranks := cfg.engine.extra.get("pipeline_parallel_size", 1)) != 1:
         raise ConfigError(
             f"engine.extra.pipeline_parallel_size={ranks}: pipeline parallelism is not supported, the draft and the "
             "target share every layer in one worker; use model.tensor_parallel_size"
@@ -189,16 +173,16 @@ def _validate_load(cfg: RunConfig) -> None:
     load = cfg.load
     if (reason := load_patterns.problem(load)) is not None:
         raise ConfigError(reason)
-    if load.column is not None and Path(cfg.workload.prompts).suffix not in PROMPT_TABLES:
+    if load.column is not None and Path(cfg.workload.prompts).suffix not in schema.PROMPT_TABLES:
         raise ConfigError(
             f"load.column={load.column} with workload.prompts={cfg.workload.prompts}: only the rows of "
-            f"a {', '.join(PROMPT_TABLES)} file have columns"
+            f"a {', '.join(schema.PROMPT_TABLES)} file have columns"
         )
 
 
 def _validate_launcher(launcher: LauncherConfig) -> None:
     """A setting that the launcher does not use would be passed over without a word."""
-    for name, kinds in LAUNCHERS_WITH.items():
+    for name, kinds in schema.LAUNCHERS_WITH.items():
         value = getattr(launcher, name)
         if launcher.kind not in kinds and value != getattr(LauncherConfig, name):
             raise ConfigError(

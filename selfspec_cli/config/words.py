@@ -3,8 +3,6 @@
 Text needs no quotes, whatever letters and spaces it has; a comma inside it is written \\, or the text is quoted.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -34,9 +32,7 @@ _GRAMMAR = re.compile(r"""'.*'|".*"|[\[{].*|null""", re.S | re.I)
 """Of a text setting: a value that Hydra's grammar reads, and that is not the text itself."""
 _PIECES = re.compile(r"""\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.S)
 """Of a value: an escaped sign, quoted text, the beginning of an interpolation, or any other sign."""
-
 _RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
-
 _FREE_FORM = tuple(key for key, option in SETTINGS.items() if getattr(option.type, "__origin__", None) is dict)
 """Settings that are mappings with keys of vLLM's."""
 
@@ -52,11 +48,14 @@ class Word:
 
 def parse(words: Iterable[str]) -> list[Word]:
     """Read overrides; raises ConfigError for one that cannot be read, or a key that there is not."""
-    return [_by_its_own_name(_parse(text)) for text in _written_out(list(words))]
+    return [_known(_parse(text)) for text in _written_out(list(words))]
 
 
-def _by_its_own_name(word: Word) -> Word:
+def _known(word: Word) -> Word:
+    """A word by its setting's own name; raises ConfigError for a key that there is not."""
     key = OTHER_NAMES.get(word.key, word.key)
+    if key not in (EXPERIMENT, TUNED):
+        check_key(key)
     if (kind := own_keys().get(word.key)) is None:
         return replace(word, key=key)
     return replace(word, key=key, values=tuple(FULL if one is None else f"{kind}:{one}" for one in word.values))
@@ -100,7 +99,7 @@ def _parse(text: str) -> Word:
     if documents := _documents(key, value):
         return Word(text, key, documents)
     if equals and _takes_text(key) and not _FUNCTION.fullmatch(value):
-        return _known(Word(text, key, tuple(_text(key, part, text) for part in _parts(key, value))))
+        return Word(text, key, tuple(_text(key, part, text) for part in _parts(key, value)))
     override = _override(text, text)
     if override.is_delete() or override.package is not None or override.is_hydra_override():
         raise ConfigError(f"{text}: only key=value overrides can be used here")
@@ -110,13 +109,7 @@ def _parse(text: str) -> Word:
         values = _numbers(found)
     else:
         values = tuple(map(_plain, override.sweep_iterator() if override.is_sweep_override() else [found]))
-    return _known(Word(text, override.key_or_group, values))
-
-
-def _known(word: Word) -> Word:
-    if word.key not in (EXPERIMENT, TUNED, *OTHER_NAMES):
-        check_key(word.key)
-    return word
+    return Word(text, override.key_or_group, values)
 
 
 _parser = cache(OverridesParser.create)
@@ -127,16 +120,13 @@ def _override(text: str, typed: str) -> Override:
     try:
         return _parser().parse_override(text)
     except HydraException as error:
-        raise ConfigError(_unreadable(typed, error)) from error
-
-
-def _unreadable(text: str, error: HydraException) -> str:
-    """Why an override cannot be read, and what one looks like."""
-    if "=" in text and not text.startswith((f"{SPECULATIVE}=", "=")):
-        lines = [line for line in str(error).splitlines() if line and not line.startswith(("Error parsing", "See "))]
-        return f"cannot read the override {text!r}: {(lines or ['it has no value'])[0]}"
-    form = """speculative='{"method": "ngram"}'""" if text.startswith(f"{SPECULATIVE}=") else "tau_v=4,5,6"
-    return f"cannot read the override {text!r}: write key=value, for example {form}"
+        is_mapping = typed.startswith(f"{SPECULATIVE}=")
+        form = """speculative='{"method": "ngram"}'""" if is_mapping else "tau_v=4,5,6"
+        reason = f"write key=value, for example {form}"
+        if "=" in typed and not is_mapping and not typed.startswith("="):
+            said = [line for line in str(error).splitlines() if line and not line.startswith(("Error parsing", "See "))]
+            reason = said[0] if said else "it has no value"
+        raise ConfigError(f"cannot read the override {typed!r}: {reason}") from error
 
 
 def _numbers(sweep: RangeSweep) -> tuple[int | float, ...]:
@@ -165,13 +155,11 @@ def _documents(key: str, value: str) -> tuple[dict[str, Any], ...]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, QuotedString):
-        return value.text
     if isinstance(value, dict):
         return {str(_plain(name)): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [*map(_plain, value)]
-    return value
+    return value.text if isinstance(value, QuotedString) else value
 
 
 def _check_sweep(override: Override, typed: str) -> None:
@@ -216,7 +204,6 @@ def _parts(key: str, value: str) -> list[str]:
 
 
 def _text(key: str, part: str, typed: str) -> Any:
-    """One value of a setting of text."""
     if _GRAMMAR.fullmatch(part):
         return _plain(_override(f"{key}={part}", typed).value())
     return _SPECIAL.sub(r"\1", part)

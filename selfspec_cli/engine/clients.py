@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from selfspec_cli import children, interrupts
 from selfspec_cli.engine.server import tail
-from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.statistics import RequestTimes
 from selfspec_cli.whole import atomic_write
 
 MICRO = 1_000_000

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.facts import config_document, config_file, device_of, longest_request, needed
-from selfspec_cli.config.head_files import head_file
-from selfspec_cli.config.model_digest import folder_name
+from selfspec_cli.config.model_files import folder_name, head_file
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig, Runner, dump
 from selfspec_cli.config.speculative import spec_of

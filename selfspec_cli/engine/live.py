@@ -24,7 +24,7 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.deployment import RUNNER, llm_arguments, runner_variables
-from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.statistics import RequestTimes
 from selfspec_cli.texts.prompts import Tokens, Turn
 from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once

@@ -1,9 +1,8 @@
-"""Files of a results folder, and of published results: a folder as one compressed file of JSON lines, which is read
-like the folder.
+"""Files of a results folder, and of an archive: a folder as one compressed file of JSON lines, read like the folder.
 
-A line is one file of the folder: `{"file": "runs/ID.json", "data": {...}}`, or `"text"` in place of `data` for a file
-that is no JSON. A path may lead into an archive as into a folder (`gpu/lowbit.jsonl.xz/int4_E8/runs`). Nothing is
-written into one: `pack` makes a whole archive, and the same files give the same bytes.
+A line is one file: `{"file": "runs/ID.json", "data": {...}}`, or `"text"` in place of `data` for a file that is no
+JSON. A path may lead into an archive as into a folder (`gpu/lowbit.jsonl.xz/int4_E8/runs`). Nothing is written into
+one: `pack` makes a whole archive, and the same files give the same bytes.
 """
 
 import json
@@ -22,8 +21,7 @@ from selfspec_cli.whole import atomic_write, written
 
 SUFFIX = ".jsonl.xz"
 KEPT = (".json", ".csv", ".tsv", ".yaml")
-TABLES = (".csv", ".tsv")
-"""Tables beside a folder `runs` are made of its points, and therefore not kept."""
+TABLES = (".csv", ".tsv")  # tables beside a folder `runs` are made of its points, and therefore not kept
 FORMAT = 1  # of a document
 T = TypeVar("T")
 
@@ -37,10 +35,8 @@ def inside(path: str | os.PathLike[str]) -> Path | None:
 def refuse(path: str | os.PathLike[str]) -> None:
     """Raise ConfigError where a path is an archive or lies in one: nothing can be written to it."""
     if (archive := inside(path)) is not None:
-        raise ConfigError(
-            f"results_dir={archive} is an archive of published results, which is only read; name a folder: "
-            "results_dir=NAME (selfspec runs export: --out NAME)"
-        )
+        what = f"results_dir={archive} is an archive of published results, which is only read"
+        raise ConfigError(f"{what}; name a folder: results_dir=NAME (selfspec runs export: --out NAME)")
 
 
 def expect(path: str | os.PathLike[str], setting: str) -> None:
@@ -120,8 +116,14 @@ def pack(folder: Path, archive: Path) -> int:
     for file in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
         name = file.relative_to(folder)
         is_made = file.suffix in TABLES and (file.parent / "runs").is_dir()
-        if file.suffix in KEPT and not is_made and not any(part.startswith(".") for part in name.parts):
-            lines.append(_line(file, name.as_posix()))
+        if file.suffix not in KEPT or is_made or any(part.startswith(".") for part in name.parts):
+            continue
+        text = file.read_bytes().decode()
+        try:
+            content = {"data": json.loads(text)} if file.suffix == ".json" else {"text": text}
+        except ValueError as error:
+            raise ConfigError(f"{file} is no JSON: {error}") from error
+        lines.append(json.dumps({"file": name.as_posix()} | content, separators=(",", ":")) + "\n")
     if not lines:
         raise ConfigError(f"{folder} holds nothing to publish")
     try:
@@ -156,12 +158,3 @@ def documents(folder: Path, kind: type[T]) -> Iterator[T]:
         with suppress(TypeError):
             if data.get("format") == FORMAT:
                 yield kind(**{name: value for name, value in data.items() if name in names})
-
-
-def _line(file: Path, name: str) -> str:
-    text = file.read_bytes().decode()
-    try:
-        content = {"data": json.loads(text)} if file.suffix == ".json" else {"text": text}
-    except ValueError as error:
-        raise ConfigError(f"{file} is no JSON: {error}") from error
-    return json.dumps({"file": name} | content, separators=(",", ":")) + "\n"

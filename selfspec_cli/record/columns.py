@@ -1,21 +1,21 @@
-"""The columns of the tables that are made of points.
+"""The columns of the tables that are made of points, and conditions on them.
 
 `Summary` is the header of summary.csv, with what everybody reads. A point's key and id join the other tables to it:
-`Details`, `Loads` and `quality.Quality`. `Record` is a point in all tables.
-
-A column can be removed: values of it in old points, findings and profiles are left out when they are read (`known`).
-
-A value that was not measured is an empty cell (`None`), never 0.
+`Details`, `Loads` and `quality.Quality`. `Record` is a point in all tables. A value that was not measured is an empty
+cell (`None`), never 0. Of old points, columns that were removed are left out (`known`).
 """
 
 import csv
 import inspect
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import ge, gt, le, lt
 from typing import Any
 
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.quality import Quality
 
@@ -58,7 +58,7 @@ class Summary:
     predicted: float | None = None  # speedup by the cost model, from bytes read and the accepted length measured
     accept_rate: float | None = None  # accepted / drafted tokens; of an active request in a draft step, too
     mean_accepted_len: float | None = None  # tokens a verify step yields: 1 + accepted/rounds
-    ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
+    ttft_ms: float | None = None  # time to first token, median (`record.statistics` defines all of these)
     tpot_ms: float | None = None  # time for each output token after the first, median over requests
     ppl: float | None = None  # text, under the arm's own predictions: baseline and skip (`ppl_protocol` says how)
     delta_ppl: float | None = None  # minus the baseline's; of a verified arm, 0 if all outputs are equal
@@ -128,8 +128,7 @@ class Record(Quality, Loads, Details, Summary):
     """One point in all tables; the columns of summary.csv come first."""
 
 
-KINDS = {column.name: str(column.type) for column in fields(Record)}
-"""The type of each column, by its name."""
+KINDS = {column.name: str(column.type) for column in fields(Record)}  # the type of each column, by its name
 
 
 @dataclass
@@ -154,8 +153,7 @@ class AcceptRow:
     point: str = ""
 
 
-COUNTED = ("rounds", "drafted", "accepted", "accepted_at", "places")
-"""The columns of accept.tsv that are counters."""
+COUNTED = ("rounds", "drafted", "accepted", "accepted_at", "places")  # the columns of accept.tsv that are counters
 
 
 TABLES: dict[str, type] = {
@@ -174,7 +172,6 @@ def known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def header(kind: type) -> list[str]:
-    """The column names of a table, in order."""
     names = [column.name for column in fields(kind)]
     return names if "point" in names else ["key", *names, "point"]
 
@@ -185,10 +182,9 @@ def meanings(kind: type) -> dict[str, str]:
     for base in reversed(kind.__mro__[:-1]):
         name = ""
         for field_name, comment in re.findall(r"^    (\w+):|# *(.+)$", inspect.getsource(base), re.MULTILINE):
-            if field_name:
-                name, comments[field_name] = field_name, ""
-            elif name:
-                comments[name] = f"{comments[name]} {comment}".strip()
+            name = field_name or name
+            if name:
+                comments[name] = f"{comments.get(name, '')} {comment}".strip()
     return comments
 
 
@@ -204,7 +200,6 @@ def plain(row: Record) -> dict[str, Any]:
 
 
 def text(kind: type, rows: Iterable[Record | AcceptRow]) -> str:
-    """A table's file: a header, and a line for each row that has one."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter="\t" if kind is AcceptRow else ",", lineterminator="\n")
     writer.writerow(header(kind))
@@ -213,9 +208,52 @@ def text(kind: type, rows: Iterable[Record | AcceptRow]) -> str:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.6g}"
+    if value is None or isinstance(value, float):
+        return "" if value is None else f"{value:.6g}"
     text = " ".join(str(value).split())  # a line a row
     return text.encode("utf-8", "backslashreplace").decode()  # the bytes of a file name may be no UTF-8
+
+
+SHORT = {"tok_s": "tok_s_median", "machine": "device", "id": "point", "run": "run_id"}
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {"<=": le, ">=": ge, "<": lt, ">": gt}
+_CONDITION = re.compile(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)")
+
+
+def chosen(rows: Iterable[Record], words: Sequence[str]) -> list[Record]:
+    """The rows that meet every condition, such as gate=varH, speedup>1.5, status~memory; raises ConfigError for one
+    that cannot be read."""
+    conditions = [*map(_condition, words)]
+    return [row for row in rows if all(holds(row) for holds in conditions)]
+
+
+def _condition(word: str) -> Callable[[Record], bool]:
+    """COLUMN, an operator (= != < > <= >=, or ~ for a part of the text), and a value; = and != take a,b,c. An empty
+    value means that nothing was measured. A row without a value meets no comparison of size."""
+    match = _CONDITION.fullmatch(word.strip())
+    if match is None:
+        raise ConfigError(f"cannot read the condition {word!r}: write COLUMN=VALUE, such as gate=varH or speedup>1.5")
+    name, sign, text = SHORT.get(match[1], match[1]), match[2], match[3].strip()
+    if name not in KINDS:
+        raise ConfigError(closest(name, KINDS, "column"))
+    if sign == "~":
+        return lambda row: text.lower() in str(getattr(row, name) or "").lower()
+    if sign in ("=", "!="):
+        values = [_value(name, part.strip(), word) for part in text.split(",")]
+        return lambda row: (getattr(row, name) in values) == (sign == "=")
+    limit = _value(name, text, word)
+    return lambda row: getattr(row, name) is not None and _COMPARE[sign](getattr(row, name), limit)
+
+
+def _value(name: str, text: str, word: str) -> Any:
+    """A value in the type of its column; None for no text."""
+    kind = KINDS[name]
+    if not text:
+        return None
+    if kind.startswith("bool"):
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"{word}: {name} is true or false")
+        return text.lower() == "true"
+    try:
+        return float(text) if kind.startswith(("int", "float")) else text
+    except ValueError as error:
+        raise ConfigError(f"{word}: {name} is a number, not {text!r}") from error

@@ -1,8 +1,7 @@
 """A results folder: points in `runs/`, written so that none is lost or torn, and the tables that are made of them.
 
-A point is there from the moment that its file has its name; until then its text is in a file that ends in .part.
-Its line in the tables follows at once. The tables are made anew when a command that measures begins or ends, and by
-`export`.
+Until a point is whole its text is in a file that ends in .part. Its line in the tables follows at once; the tables are
+made anew when a command that measures begins or ends, and by `export`.
 """
 
 import errno
@@ -10,16 +9,17 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from io import FileIO
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, columns, profiles, quality, tables
-from selfspec_cli.record.columns import TABLES, AcceptRow, Record
+from selfspec_cli.record import archive, columns, quality, tables
+from selfspec_cli.record.columns import TABLES, AcceptRow
 from selfspec_cli.record.point import Point, from_json, to_json
 from selfspec_cli.whole import atomic_write, written
 
@@ -33,10 +33,8 @@ class RecordError(Exception):
 @contextmanager
 def writing(results: str | os.PathLike[str]) -> Iterator[None]:
     """Hold a results folder for one command, and make its tables anew; the lock ends with the process, however it ends.
-
     Raises ConfigError where another live process holds it (the message names its pid) or it cannot be written,
-    RecordError for a table that cannot.
-    """
+    RecordError for a table that cannot."""
     archive.refuse(results)
     folder = Path(results)
     try:
@@ -101,35 +99,28 @@ def now() -> str:
 
 
 def save(results: str | os.PathLike[str], point: Point) -> Path:
-    """Write a point, once and for all, and its line in the tables. When this returns the point is on disk.
-
-    Raises RecordError where it could not be written, or there is such a point already, and nothing of it is left; or
-    where its line could not, and the point is kept.
-    """
+    """Write a point, once and for all, and its line in the tables. When this returns the point is on disk. Raises
+    RecordError where it could not be written, or there is such a point already, and nothing of it is left; or where its
+    line could not, and the point is kept."""
     target = Path(results) / RUNS / f"{point.id}.json"
     with explained(target):
         if target.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+            raise FileExistsError
         atomic_write(target, to_json(point))
         _sync(target.parent)
-    for name, lines in _lines([with_quality(results, point)]).items():
-        if lines:
-            path, text = Path(results) / name, columns.text(TABLES[name], lines)
+    for name, text in _texts(with_quality(results, [point])).items():
+        if line := text.partition("\n")[2]:
+            path = Path(results) / name
             with explained(path), path.open("a", encoding="utf-8") as file:  # one write: several workers may write
-                file.write(text.partition("\n")[2] if file.tell() else text)
+                file.write(line if file.tell() else text)
     return target
 
 
-def _lines(points: Iterable[Point]) -> dict[str, list[Record | AcceptRow]]:
-    """The rows of each table."""
-    lines: dict[str, list[Record | AcceptRow]] = {name: [] for name in TABLES}
-    for point in points:
-        row, accept = tables.row(point), tables.accept_row(point)
-        for name, kind in TABLES.items():
-            line = accept if kind is AcceptRow else row
-            if line is not None and columns.has_line(kind, line):
-                lines[name].append(line)
-    return lines
+def _texts(points: Sequence[Point]) -> dict[str, str]:
+    """The text of each table: its header, and the lines that points have in it."""
+    rows = [*map(tables.row, points)]
+    accepts = [line for line in map(tables.accept_row, points) if line is not None]
+    return {name: columns.text(kind, accepts if kind is AcceptRow else rows) for name, kind in TABLES.items()}
 
 
 def _sync(folder: Path) -> None:
@@ -152,15 +143,16 @@ def read(results: str | os.PathLike[str], names: Collection[str] | None = None) 
             points.append(from_json(archive.read_text(file)))
         except (ValueError, OSError) as error:
             strange.append(f"{file.name} ({' '.join(str(error).split())[:80]})")
-    points = quality.attach(points, quality.read(results)) if points else []
     more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
     folder = Path(results) / RUNS
-    return in_order(points), [f"no points in {folder}: {', '.join(strange[:3])}{more}; left alone"] if strange else []
+    warnings = [f"no points in {folder}: {', '.join(strange[:3])}{more}; left alone"] if strange else []
+    return in_order(with_quality(results, points)), warnings
 
 
-def with_quality(results: str | os.PathLike[str], point: Point) -> Point:
-    """A point with what the folder knows of its arm's quality."""
-    return quality.attach([point], quality.read(results))[0]
+def with_quality(results: str | os.PathLike[str], points: Sequence[Point]) -> list[Point]:
+    """Points with what the folder knows of the quality of their arms."""
+    book = quality.read(results)
+    return [replace(point, quality=book.columns(point.arm_key, point.key)) for point in points]
 
 
 def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> Path:
@@ -170,9 +162,9 @@ def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> P
         return archive.save_document(file, finding)
 
 
-def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, trace: bytes) -> Path:
+def save_profile(results: str | os.PathLike[str], profile: quality.Profile, trace: bytes) -> Path:
     """Write a profile and its trace, or raise RecordError."""
-    place = Path(results) / profiles.FOLDER
+    place = Path(results) / quality.PROFILES
     with explained(place / profile.trace), written(place / profile.trace) as part:
         part.write_bytes(trace)
     file = place / f"{profile.name}.json"
@@ -186,20 +178,18 @@ def in_order(points: list[Point]) -> list[Point]:
 
 
 def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> tuple[int, list[str]]:
-    """Make the tables again from the points, each at once or not at all; (points, warnings).
-
-    out: a folder for the tables, if not the results folder itself. Raises ConfigError where they would be written into
-    an archive, RecordError for a table that could not be written; it is as it was.
-    """
+    """Make the tables again from the points, each at once or not at all; (points, warnings). out: a folder for the
+    tables, if not the results folder itself. Raises ConfigError where they would be written into an archive,
+    RecordError for a table that could not be written; it is as it was."""
     place = Path(results if out is None else out)
     with explained(place):
         place.mkdir(parents=True, exist_ok=True)
         points, warnings = read(results)
-        for name, lines in _lines(points).items():
-            if lines or (place / name).exists():
+        for name, text in _texts(points).items():
+            if text.partition("\n")[2] or (place / name).exists():
                 path = (place / name).resolve()  # a link stays a link
                 with explained(path):
-                    atomic_write(path, columns.text(TABLES[name], lines))
+                    atomic_write(path, text)
     return len(points), warnings
 
 

@@ -2,20 +2,20 @@
 
 Which requests are the baseline is drawn at random, so the two sides are alike. Compared are seconds and money for one
 token of the answer; the gain is the mean of the plain side over that of a route, with a 95 % interval by bootstrap
-(`intervals`). A gain above 1 is a win.
+(`statistics`). A gain above 1 is a win.
 """
-
-from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from selfspec_cli.record.intervals import mean_ratio_interval
+from selfspec_cli.record.statistics import LEVEL, SEED, Interval
 
 FOLDER = "gateway"  # in the results folder
 KEPT = 2000  # newest requests of a route
+RESAMPLES = 999  # of thousands of values each, while a gateway serves
 ALL = "all"  # routes together
 ASKED_FOR = "asked_for"  # the reason of a request whose client named the backend
 
@@ -66,5 +66,22 @@ def _gain(model: str, route: str, of: str, ours: tuple[float, ...], plain: tuple
     if min(len(ours), len(plain)) < 2 or sum(ours) == 0:
         return Gain(model, route, of, len(ours), len(plain), None, None, None)
     ratio = (sum(plain) / len(plain)) / (sum(ours) / len(ours))
-    low, high = mean_ratio_interval(plain, ours) or (None, None)
-    return Gain(model, route, of, len(ours), len(plain), ratio, low, high)
+    return Gain(model, route, of, len(ours), len(plain), ratio, *_interval(plain, ours))
+
+
+@lru_cache(maxsize=64)
+def _interval(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
+    """The 95 % interval of mean(above) / mean(below), each side resampled by itself."""
+    import numpy
+
+    draw = numpy.random.default_rng(SEED)
+
+    def means(values: tuple[float, ...]) -> Any:
+        side = numpy.asarray(values)  # a resample at a time: thousands of values times thousands of resamples are large
+        return numpy.array([side[draw.integers(0, len(side), len(side))].mean() for _ in range(RESAMPLES)])
+
+    with numpy.errstate(divide="ignore"):
+        ratios = means(above) / means(below)
+    half = 50 * (1 - LEVEL)
+    low, high = numpy.percentile(ratios, [half, 100 - half], method="nearest")  # a ratio may be infinite
+    return float(low), float(high)

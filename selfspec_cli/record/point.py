@@ -13,23 +13,19 @@ from statistics import median
 from typing import Any
 
 from selfspec_cli.early_exit.counters import Snapshot, VerifyCounts
-from selfspec_cli.record.intervals import speedup_interval
-from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.statistics import RequestTimes, speedup_interval
 
 FORMAT = 1
 OK, FAILED = "ok", "failed"
 MICRO = 1_000_000
-AS_ITSELF = "as_itself"
-"""Fact of a baseline: how many of its outputs were the same in another batch order."""
+AS_ITSELF = "as_itself"  # fact of a baseline: how many of its outputs were the same in another batch order
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One timed repeat: every prompt of the workload once.
-
-    seconds: wall time from the first request in to the last token out. verified: vLLM's counters; None for an engine
-    that does not draft. drafting: the draft loop's own counters; None where it keeps none.
-    """
+    """One timed repeat: every prompt of the workload once. seconds: wall time from the first request in to the last
+    token out. verified: vLLM's counters; None for an engine that does not draft. drafting: the draft loop's own
+    counters; None where it keeps none."""
 
     seconds: float
     requests: tuple[RequestTimes, ...]
@@ -44,13 +40,10 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What an arm was compared with, complete enough to check it without the baseline's own file.
-
-    baseline: id of the baseline's point. key: its run key. reused: it was measured by an earlier command. tok_s: of its
-    repeats; empty where they were not kept. speedup: median over median, in the interval low..high (None where repeats
-    were not kept). perplexity: the baseline's. identical: outputs equal to its, token for token, of `outputs`; None
-    where acceptance was set, which makes its own text.
-    """
+    """What an arm was compared with. baseline, key: id and run key of the baseline's point. reused: it was measured by
+    an earlier command. tok_s: of its repeats; empty where they were not kept. speedup: median over median, in the
+    interval low..high (None without repeats). perplexity: the baseline's. identical: outputs equal to its, token for
+    token, of `outputs`; None where acceptance was set, which makes its own text."""
 
     baseline: str
     key: str
@@ -66,12 +59,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one arm did on a live engine.
-
-    outputs: a digest of each request's output tokens in the last repeat, "" for a prompt of a load test that was not
-    answered. engine: facts of the engine by the names of a row's columns, and `step_bytes`. perplexity: None where it
-    was not asked for. seconds: that measuring took, warm-up and perplexity included.
-    """
+    """What one arm did on a live engine. outputs: a digest of each request's output tokens in the last repeat, "" for a
+    prompt of a load test that was not answered. engine: facts by the names of a row's columns, and `step_bytes`.
+    perplexity: None where it was not asked for. seconds: that measuring took, warm-up and perplexity included."""
 
     repeats: tuple[Repeat, ...]
     outputs: tuple[str, ...] = ()
@@ -88,15 +78,11 @@ class Measurement:
 @dataclass(frozen=True)
 class Point:
     """A point. Sections that do not apply are None or empty: a failed point has no measurement, a baseline is compared
-    with nothing.
-
-    id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
+    with nothing. id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
     start_seconds: that starting its engine took, without a process's first import of vLLM. arm: what was measured, by
-    the names of a row's columns. figures: of a point whose raw values were not kept, the columns of both tables that
-    were, and its drafting summary. arm_key: names the arm, whatever the workload (`Keys.arm`); None in files from
-    before there was one. quality: columns that `quality.attach` found for the arm; no part of the file, for they are
-    found later.
-    """
+    the names of a row's columns. figures: of a point whose raw values were not kept, the columns that were, and its
+    drafting summary. arm_key: `Keys.arm`; None in older files. quality: what is known of the arm (`Book.columns`),
+    which is found later and no part of the file."""
 
     id: str
     key: str
@@ -126,7 +112,6 @@ class Point:
 
     @property
     def ok(self) -> bool:
-        """Whether it was measured."""
         return self.status == OK
 
     @property
@@ -141,13 +126,7 @@ class Point:
         return str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")
 
 
-KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")
-"""The sections of a file."""
-
-
-def point_id(key: str, run_id: str) -> str:
-    """The name of the point that a command measured under a key."""
-    return f"{key}-{run_id}"
+KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")  # the sections of a file
 
 
 def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool) -> Comparison:
@@ -187,12 +166,13 @@ def output_digests(outputs: Iterable[Sequence[int]]) -> tuple[str, ...]:
 
 
 def to_json(point: Point) -> str:
-    """The text of a point's file."""
     document = {"format": FORMAT} | {name: getattr(point, name) for name in KEPT}
     document["compared_with"] = point.compared_with and asdict(point.compared_with)
-    document["repeats"] = [_repeat_to_plain(repeat) for repeat in point.repeats]
-    lines = ",\n ".join(f"{json.dumps(name)}: {_json(value)}" for name, value in document.items())
-    return f"{{{lines}}}\n"
+    document["repeats"] = [*map(_repeat_to_plain, point.repeats)]
+    lines = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in document.items()]
+    text = "{" + ",\n ".join(lines) + "}\n"
+    # A file name that is no UTF-8 has surrogates in Python. JSON can escape them; UTF-8 cannot hold them.
+    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def from_json(text: str) -> Point:
@@ -211,12 +191,6 @@ def from_json(text: str) -> Point:
         return Point(**sections)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"it is no point: {error}") from error
-
-
-def _json(value: Any) -> str:
-    # A file name that is no UTF-8 has surrogates in Python. JSON can escape them; UTF-8 cannot hold them.
-    text = json.dumps(value, ensure_ascii=False)
-    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _repeat_to_plain(repeat: Repeat) -> dict[str, Any]:

@@ -1,33 +1,32 @@
-"""What was found about the quality of an arm's output: perplexities, evaluations and the verdict of `selfspec verify`.
+"""What was found about an arm besides its points: the quality of its output, and where its time went.
 
-One finding, one file `results/quality/<kind>-<arm key>-<run>.json`, written once. An arm is a method with its settings
-on one model, engine and machine, whatever the workload (`config.keys.Keys.arm`), so the newest findings of an arm are
-columns of every row that was measured of it. Verdicts are documents of their own, `verify/<key>-<run>.json`, and name
-an arm or the key of one point.
+One finding (a perplexity, an evaluation), one file `results/quality/<kind>-<arm key>-<run>.json`. The newest findings
+of an arm (`Keys.arm`) are columns of every row that was measured of it. A verdict of `selfspec verify` is a file
+`verify/<key>-<run>.json`, and names an arm or the key of one point. A profile of `selfspec profile` is a file
+`profiles/<run key>-<run>.json`, with the trace beside it, and the newest of a run key is in a figure of the page. A
+profiled run is slower than a measured one, so it is no point.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
 from selfspec_cli.record import archive
-from selfspec_cli.record.intervals import Interval, perplexity_interval
-from selfspec_cli.record.point import Point
+from selfspec_cli.record.statistics import Interval, perplexity_interval
 
 FOLDER, VERDICTS = "quality", "verify"
 TEXT, GENERATED, EVAL = "text", "generated", "eval"
 GREEDY, SAMPLED = "greedy", "sampled"
 _LIMITS = ("ttft_limit_ms", "tpot_limit_ms", "e2e_limit_ms")  # the last in older results
 _WORKLOAD = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats")
-NO_NAMES = (*_WORKLOAD, *load_patterns.COLUMNS, *_LIMITS)
-"""Columns of a row that say nothing of an arm."""
+NO_NAMES = (*_WORKLOAD, *load_patterns.COLUMNS, *_LIMITS)  # columns of a row that say nothing of an arm
 
 
 @dataclass
@@ -66,10 +65,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding about one arm.
-
-    arm_key: `Keys.arm`. arm: columns that name it. baseline: arm key of what it is compared with; None for a baseline.
-    protocol: what was asked, in plain values. found: by kind
+    """One finding about one arm. arm_key: `Keys.arm`. arm: columns that name it. baseline: arm key of what it is
+    compared with; None for a baseline. protocol: what was asked, in plain values. found: by kind
 
         text         documents (names), scores, and the baseline's scores of the same documents (baseline)
         generated    greedy and sampled, each with scores of the plain model and the baseline's of the same prompts
@@ -95,7 +92,6 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """The stem of its file."""
         return f"{self.kind}-{self.arm_key}-{self.run_id}"
 
     def scores(self, part: str | None = None, baseline: bool = False) -> Scores | None:
@@ -119,10 +115,8 @@ class Book:
 
     def columns(self, arm_key: str | None, key: str) -> dict[str, Any]:
         """What is known of an arm, by the names of a row's columns. key: of the point, which a verdict may name."""
-        values: dict[str, Any] = {}
         verdict = self.verdicts.get(arm_key or "") or self.verdicts.get(key)
-        if verdict is not None:
-            values["verdict"] = str(verdict["verdict"])
+        values: dict[str, Any] = {} if verdict is None else {"verdict": str(verdict["verdict"])}
         for kind in PROTOCOLS:
             if (finding := self.findings.get((kind, arm_key or ""))) is not None:
                 values |= _columns(finding)
@@ -140,11 +134,6 @@ def read(results: str | os.PathLike[str]) -> Book:
     return book
 
 
-def attach(points: Iterable[Point], book: Book) -> list[Point]:
-    """Points with what is known of their arms."""
-    return [replace(point, quality=book.columns(point.arm_key, point.key)) for point in points]
-
-
 PROTOCOLS = {TEXT: "ppl_protocol", GENERATED: "generated_protocol", EVAL: "scores_protocol"}
 PERPLEXITIES = {None: "ppl", GREEDY: "ppl_of_greedy", SAMPLED: "ppl_of_sampled"}
 """The perplexity of each part of a finding (None: of the text), by its name; `delta_` before it is the difference."""
@@ -153,27 +142,25 @@ PERPLEXITIES = {None: "ppl", GREEDY: "ppl_of_greedy", SAMPLED: "ppl_of_sampled"}
 def _columns(finding: Finding) -> dict[str, Any]:
     """What a finding says, by the names of a row's columns and of the perplexities that only a command shows."""
     columns: dict[str, Any] = {PROTOCOLS[finding.kind]: in_words(finding.protocol)}
-    if finding.kind == EVAL:
-        return columns | {"scores": "; ".join(map(score_in_words, finding.found["scores"]))}
+    if finding.kind == EVAL:  # such as `stdlib_line exact_match 0.31 ± 0.05 (drafted)`
+        scores = []
+        for score in finding.found["scores"]:
+            error = "" if score["stderr"] is None else f" ± {score['stderr']:.3f}"
+            drafted = " (drafted)" if score["drafted"] else ""  # only that can differ for a verified arm
+            scores.append(f"{score['task']} {score['metric']} {score['value']:.3f}{error}{drafted}")
+        return columns | {"scores": "; ".join(scores)}
     for part, name in PERPLEXITIES.items():
         ours, theirs = finding.scores(part), finding.scores(part, baseline=True)
         if ours is not None:
-            columns |= {name: ours.perplexity, f"delta_{name}": None} | _ends(name, ours.interval())
-            if theirs is not None:
-                delta = ours.perplexity - theirs.perplexity
-                columns |= {f"delta_{name}": delta} | _ends(f"delta_{name}", ours.interval(theirs))
+            columns |= _with_ends(name, ours.perplexity, ours.interval()) | {f"delta_{name}": None}
+        if ours is not None and theirs is not None:
+            columns |= _with_ends(f"delta_{name}", ours.perplexity - theirs.perplexity, ours.interval(theirs))
     return columns
 
 
-def _ends(name: str, pair: Interval | None) -> dict[str, Any]:
-    low, high = pair or (None, None)
-    return {f"{name}_low": low, f"{name}_high": high}
-
-
-def score_in_words(score: Mapping[str, Any]) -> str:
-    """Such as `stdlib_line exact_match 0.31 ± 0.05 (drafted)`: only what is drafted can differ for a verified arm."""
-    error = "" if score["stderr"] is None else f" ± {score['stderr']:.3f}"
-    return f"{score['task']} {score['metric']} {score['value']:.3f}{error}" + (" (drafted)" if score["drafted"] else "")
+def _with_ends(name: str, value: float, interval: Interval | None) -> dict[str, Any]:
+    low, high = interval or (None, None)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def arm_in_words(arm: Mapping[str, Any]) -> str:
@@ -184,5 +171,61 @@ def arm_in_words(arm: Mapping[str, Any]) -> str:
 
 
 def in_words(protocol: Mapping[str, Any]) -> str:
-    """A protocol on one line."""
     return " ".join(f"{name}={value}" for name, value in protocol.items() if value is not None)
+
+
+PROFILES = "profiles"
+PARTS = {
+    "trunk": "the layers that draft",
+    "head": "the exit head",
+    "gate": "taking a draft token, and asking the gate",
+    "draft": "the rest of drafting; all of a draft loop that is a CUDA graph",
+    "verify": "the full model: verify passes and prefill",
+    "sampler": "sampling, and accepting or rejecting drafts",
+    "scheduler": "vLLM's scheduler",
+    "detokenise": "text of the tokens, and making outputs",
+    "other": "the rest of an engine step",
+    "host": "the GPU waits for the host inside the other parts",
+    "idle": "nothing of the above",
+}
+"""What each moment of a run is counted as."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of one arm went.
+
+    arm: columns that name it. seconds: of each part (PARTS), those without any left out. wall: seconds of the run, the
+    sum of all parts. rounds: full passes. tokens: generated. tok_s: without the profiler; tok_s_profiled: with it.
+    kernels: slowest first, each with name, seconds and calls. gpu: whether kernels of a GPU are what was counted.
+    trace: name of the file beside this one.
+    """
+
+    key: str
+    run_id: str
+    time: str
+    device: str
+    arm: dict[str, Any]
+    seconds: dict[str, float]
+    wall: float
+    rounds: int
+    tokens: int
+    tok_s: float
+    tok_s_profiled: float
+    kernels: list[dict[str, Any]]
+    gpu: bool
+    trace: str
+    command: list[str] | None = None
+    config: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    git: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}-{self.run_id}"
+
+
+def newest_profiles(results: str | os.PathLike[str]) -> dict[str, Profile]:
+    """The newest profile of each run key of a results folder."""
+    saved = archive.documents(Path(results) / PROFILES, Profile)
+    return {profile.key: profile for profile in sorted(saved, key=lambda profile: profile.run_id)}

@@ -1,8 +1,6 @@
-"""Points as rows: what each column of `record.columns` holds for a point. Everything here is pure."""
+"""Points as rows: what each column of `record.columns` holds for a point, and what each category of its prompts has."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -18,25 +16,18 @@ from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.settings import OPTIONS, arm_settings
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.record import latency
+from selfspec_cli.record import statistics
 from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header, known
 from selfspec_cli.record.point import FAILED, OK, Point, control
+from selfspec_cli.record.statistics import speedup_interval
 
 
 def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     """The columns that say what `cfg` measures. layer: the one that the engine chose, where `cfg.layer` is None."""
     work = cfg.workload
-    columns: dict[str, Any] = {
-        "arm": str(cfg.method),
-        "model": cfg.model.name,
-        "workload": work.name,
-        "batch": work.batch,
-        "input_len": work.input_len,
-        "output_len": work.output_len,
-        "temperature": work.temperature,
-        "seed": cfg.seed,
-        "repeats": cfg.repeats,
-    }
+    columns: dict[str, Any] = {"arm": str(cfg.method), "model": cfg.model.name, "workload": work.name}
+    columns |= {name: getattr(work, name) for name in ("batch", "input_len", "output_len", "temperature")}
+    columns |= {"seed": cfg.seed, "repeats": cfg.repeats}
     if cfg.load.kind:
         limits = {"ttft_limit_ms": cfg.load.ttft_limit, "tpot_limit_ms": cfg.load.tpot_limit}
         columns |= {"batch": None, "repeats": cfg.load.repeats, **load_patterns.columns(cfg.load), **limits}
@@ -55,8 +46,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     return columns
 
 
-UNVERIFIED = ("baseline", "skip")
-"""Arms without drafts that are verified."""
+UNVERIFIED = ("baseline", "skip")  # arms without drafts that are verified
 
 
 def planned(cfg: RunConfig, key: str | None = None) -> Record:
@@ -70,7 +60,6 @@ def of_arm(arm: Mapping[str, Any]) -> Record:
 
 
 def row(point: Point) -> Record:
-    """The row of a point."""
     config = point.config or {}
     older: dict[str, Any] = {}  # columns that came after some of the published points
     if path := config.get("draft_weights_path"):
@@ -87,9 +76,8 @@ def row(point: Point) -> Record:
         model_fingerprint=point.digests.get("model"),
         point=point.id,
     )
-    against = point.compared_with
-    if against is not None:
-        record = replace(record, baseline=against.baseline)
+    if point.compared_with is not None:
+        record = replace(record, baseline=point.compared_with.baseline)
     if point.figures is not None:
         record = replace(record, **{name: point.figures[name] for name in header(Record) if name in point.figures})
     elif point.ok:
@@ -104,12 +92,8 @@ def with_delta(record: Record) -> Record:
         return record
     if record.outputs and record.identical == record.outputs:
         return replace(record, delta_ppl=0.0)
-    return replace(
-        record,
-        delta_ppl=record.delta_ppl_of_greedy,
-        delta_ppl_low=record.delta_ppl_of_greedy_low,
-        delta_ppl_high=record.delta_ppl_of_greedy_high,
-    )
+    ends = {f"delta_ppl{end}": getattr(record, f"delta_ppl_of_greedy{end}") for end in ("", "_low", "_high")}
+    return replace(record, **ends)
 
 
 def accept_row(point: Point) -> AcceptRow | None:
@@ -147,20 +131,10 @@ def drafting_summary(point: Point) -> dict[str, Any] | None:
     return counters.summary(own, verified.rounds, drafted or 0, verified.accepted)
 
 
-def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
-    """Draft tokens that a verify pass had before it, of one request; None without a round.
-
-    The last drafts of a request are often never verified, so there are more of them than vLLM's rounds account for; on
-    CUDA a pass looks at more places than were drafted. The fewer of the two are meant.
-    """
-    return min(drafted, verified.places) / verified.rounds if verified.rounds else None
-
-
 def _measured(record: Record, point: Point) -> Record:
-    """Every figure that follows from the raw values of a point."""
     against, is_baseline = point.compared_with, point.arm["arm"] == "baseline"
     values: dict[str, Any] = {name: point.engine[name] for name in ENGINE_COLUMNS if point.engine.get(name) is not None}
-    values |= known(latency.summary(request for repeat in point.repeats for request in repeat.requests))
+    values |= known(statistics.summary(request for repeat in point.repeats for request in repeat.requests))
     values["ppl"] = point.perplexity
     if speeds := point.tok_s:
         values |= {"tok_s_median": median(speeds), "tok_s_min": min(speeds), "tok_s_max": max(speeds)}
@@ -179,14 +153,13 @@ def _measured(record: Record, point: Point) -> Record:
 
 
 def _of_load(point: Point) -> dict[str, Any]:
-    """What a load test found, besides speed and latencies, which every point has."""
     values = {name: point.engine[name] for name in LOAD_COLUMNS if point.engine.get(name) is not None}
     if not point.repeats:
         return values
     values["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
-    limits = latency.Limits(point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms"))
-    if limits.any:
-        values["goodput"] = median([latency.goodput(one.requests, one.seconds, limits) for one in point.repeats])
+    limits = point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms")
+    if any(limits):
+        values["goodput"] = median([statistics.goodput(one.requests, one.seconds, *limits) for one in point.repeats])
     return values
 
 
@@ -202,19 +175,16 @@ def _with_drafting(record: Record, point: Point) -> Record:
     if record.free_drafts:
         own = counters.total(repeat.drafting for repeat in point.repeats) or {}
         record = replace(record, free_drafted=own.get("free_drafted"), free_accepted=own.get("free_accepted"))
-    return replace(
-        record,
-        accept_rate=verified.accepted / drafted,
-        mean_accepted_len=1 + verified.accepted / verified.rounds,
-        drafted_per_round=drafts_per_round(drafted, verified),
-    )
+    # The last drafts of a request are often never verified; on CUDA a pass looks at more places than were drafted.
+    per_round = min(drafted, verified.places) / verified.rounds
+    yielded = 1 + verified.accepted / verified.rounds
+    rate = verified.accepted / drafted
+    return replace(record, accept_rate=rate, mean_accepted_len=yielded, drafted_per_round=per_round)
 
 
 def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     """The cost model's speedup for the accepted length that was measured, a step's time taken as the bytes it reads.
-
-    read: what `EarlyExitWorker.early_exit_step_bytes` answers; None where bytes do not tell the time.
-    """
+    read: what `EarlyExitWorker.early_exit_step_bytes` answers; None where bytes do not tell the time."""
     if read is None or record.mean_accepted_len is None or record.drafted_per_round is None or record.speedup is None:
         return record
     if record.free_drafts:  # the model knows no drafts that cost nothing
@@ -226,8 +196,7 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     return replace(record, predicted=predicted, efficiency=record.speedup / predicted)
 
 
-SEARCHED = "slo"
-"""What `Point.engine` holds of a search for the greatest load that keeps limits (stages/load.py)."""
+SEARCHED = "slo"  # what `Point.engine` holds of a search for the greatest load that keeps limits (stages/load.py)
 
 
 def searched(point: Point, row: Record) -> str | None:
@@ -248,3 +217,37 @@ def searched(point: Point, row: Record) -> str | None:
 def asked(row: Record) -> str:
     """How much is asked of an engine at once, in words."""
     return f"batch {row.batch}" if row.arrivals is None else load_patterns.label(row)
+
+
+def category_rows(points: Iterable[Point]) -> Iterator[dict[str, Any]]:
+    """Every category of every point that has some, as a row.
+
+    point: its id. category, requests, tpot_ms. tok_s: median of the runs. speedup, low, high: over the baseline's
+    tok_s of the same category, with the 95 % interval; None without a baseline among the points. tok_step: tokens that
+    a step yields. accepted: share of the steps that kept the first draft, the first two, ...
+    """
+    by_id = {point.id: point for point in points}
+    for point in by_id.values():
+        base = by_id.get(point.compared_with.baseline) if point.compared_with is not None else None
+        theirs = {} if base is None else base.engine.get("categories") or {}
+        for name, ours in (point.engine.get("categories") or {}).items():
+            yield {"point": point.id, "category": name} | _compared(ours, theirs.get(name) or {})
+
+
+def _compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    speeds, others = ours.get("tok_s") or [], theirs.get("tok_s") or []
+    speedup, (low, high) = None, (None, None)
+    if speeds and others:
+        speedup = median(speeds) / median(others)
+        low, high = speedup_interval(speeds, others) or (None, None)
+    steps, accepted_at = ours.get("steps"), ours.get("accepted_at") or []
+    return {
+        "requests": ours["requests"],
+        "tok_s": median(speeds) if speeds else None,
+        "speedup": speedup,
+        "low": low,
+        "high": high,
+        "tok_step": 1 + sum(accepted_at) / steps if steps else None,
+        "accepted": [count / steps for count in accepted_at] if steps else [],
+        "tpot_ms": ours.get("tpot_ms"),
+    }

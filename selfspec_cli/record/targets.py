@@ -24,11 +24,8 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Target:
-    """What one arm of an experiment is to reach.
-
-    arm: columns of a row that say which arm is meant. values: column -> (least, greatest) wanted; a single number is
-    both. source: who stated it, and where.
-    """
+    """What one arm of an experiment is to reach. arm: columns of a row that say which arm is meant. values: column ->
+    (least, greatest) wanted; a single number is both. source: who stated it, and where."""
 
     experiment: str
     arm: dict[str, Any]
@@ -41,11 +38,8 @@ class Target:
 
     def reached(self, row: Record, name: str) -> bool | None:
         """Whether a row has reached one value; None where it was not measured."""
-        value = getattr(row, name)
-        if value is None:
-            return None
-        low, high = self.values[name]
-        return bool(value <= high) if less_is_better(name) else bool(value >= low)
+        value, (low, high) = getattr(row, name), self.values[name]
+        return None if value is None else bool(value <= high if less_is_better(name) else value >= low)
 
 
 def less_is_better(column: str) -> bool:

@@ -1,11 +1,9 @@
 """Points to an experiment tracker. The only file that imports wandb, and only when it is asked for.
 
-W&B gets a run for each point that a command measures, and one run a command with its resolved configuration, the table
-of points, the figures and the record; the runs of one command are a group. Everything is written to ./wandb first,
-without a network, so a sweep never waits for one; where there is a key, a process of its own uploads it afterwards.
+W&B gets a run for each point that a command measures, and one a command with its configuration, table, figures and
+record; the runs of one command are a group. Everything is written to ./wandb first, without a network, so a sweep never
+waits for one; where there is a key, a process of its own uploads it afterwards.
 """
-
-from __future__ import annotations
 
 import os
 import subprocess
@@ -19,7 +17,7 @@ from typing import Any
 from selfspec_cli import extras
 from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
-from selfspec_cli.record import folder, latency, tables
+from selfspec_cli.record import folder, statistics, tables
 from selfspec_cli.record.columns import Record, Summary, header, plain
 from selfspec_cli.record.point import Point, to_json
 from selfspec_cli.record.quality import arm_in_words
@@ -43,8 +41,6 @@ class Tracker:
 
 
 class _Wandb(Tracker):
-    """Writes W&B runs into ./wandb."""
-
     def __init__(self, wandb: Any, cfg: RunConfig, run_id: str) -> None:
         super().__init__()
         self._wandb, self._cfg, self._run_id = wandb, cfg, run_id
@@ -60,7 +56,7 @@ class _Wandb(Tracker):
             run.summary.update({name: value for name, value in asdict(row).items() if value is not None})
             for number, speed in enumerate(point.tok_s):
                 run.log({"repeat": number, "tok_s": speed})
-            times = latency.by_name(request for repeat in point.repeats for request in repeat.requests)
+            times = statistics.by_name(request for repeat in point.repeats for request in repeat.requests)
             for name, seconds in times.items():
                 if seconds:
                     run.log({f"latency/{name}_ms": self._wandb.Histogram([1000 * value for value in seconds])})
@@ -88,19 +84,11 @@ class _Wandb(Tracker):
 
     @contextmanager
     def _run(self, name: str, title: str, kind: str, config: dict[str, Any]) -> Iterator[Any]:
-        """One W&B run, closed in the end."""
         settings = self._wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True)
-        run = self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "selfspec"),
-            id=name,
-            name=title,
-            job_type=kind,
-            group=self._run_id,
-            mode=self._mode,
-            config=config,
-            settings=settings,
-            reinit="finish_previous",
-        )
+        named = {"id": name, "name": title, "job_type": kind, "group": self._run_id}
+        project = os.environ.get("WANDB_PROJECT", "selfspec")
+        kept = {"project": project, "mode": self._mode, "config": config, "settings": settings}
+        run = self._wandb.init(**named, **kept, reinit="finish_previous")
         try:
             if self._mode != "disabled":
                 self.places.append(Path(run.dir).parent)
@@ -119,23 +107,16 @@ class _Wandb(Tracker):
             self.messages.append(f"W&B: {len(self.places)} runs in {root}, not uploaded; to do it: {command}")
             return
         log = root / UPLOAD_LOG
+        upload = [sys.executable, "-m", "wandb", "sync", *map(str, self.places)]
         with log.open("a", encoding="utf-8") as file:
-            subprocess.Popen(
-                [sys.executable, "-m", "wandb", "sync", *map(str, self.places)],
-                stdout=file,
-                stderr=file,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            subprocess.Popen(upload, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
         self.messages.append(f"W&B: {len(self.places)} runs are being uploaded ({log}); to do it again: {command}")
 
 
 @contextmanager
 def open_tracker(cfg: RunConfig, run_id: str) -> Iterator[Tracker]:
-    """The tracker that `cfg.tracker` names, for as long as the command runs; raises ConfigError without wandb.
-
-    Without WANDB_API_KEY, or with WANDB_MODE=offline, nothing is uploaded, and the messages say how to do it later.
-    """
+    """The tracker that `cfg.tracker` names, for as long as the command runs; raises ConfigError without wandb. Without
+    WANDB_API_KEY, or with WANDB_MODE=offline, nothing is uploaded, and the messages say how to do it later."""
     if cfg.tracker.kind == "none":
         yield Tracker()
         return

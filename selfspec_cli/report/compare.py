@@ -3,7 +3,7 @@ whether the difference in speed is more than noise."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,12 +12,13 @@ from selfspec_cli.config.dumped import in_todays_words
 from selfspec_cli.config.schema import ConfigError, RunConfig, flat, to_plain
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.view import DraftView
-from selfspec_cli.record import archive, folder, query, tables
-from selfspec_cli.record.columns import Record, known
-from selfspec_cli.record.intervals import Interval, overlap, speedup_interval
+from selfspec_cli.record import archive, folder, tables
+from selfspec_cli.record.columns import Record, chosen, known
 from selfspec_cli.record.point import Point
-from selfspec_cli.report import Format, sources, static
+from selfspec_cli.record.statistics import Interval, overlap, speedup_interval
 from selfspec_cli.report import rows as names
+from selfspec_cli.report import sources
+from selfspec_cli.report.table import Format, as_csv, as_json, markdown
 
 FASTER, SLOWER, NOISE, UNKNOWN = "faster", "slower", "within noise", "not known"
 HEAD = ("arm", "A tok/s", "B tok/s", "B over A", "B is", "A speedup", "B speedup", "speedups", "A accept", "B accept")
@@ -28,8 +29,8 @@ NOT_COMPARED = ("results_dir", "repeats")  # where a point lies, and how often i
 
 @dataclass(frozen=True)
 class Pair:
-    """One arm on both sides. ratio: tokens a second of B over those of A, in the interval low..high (None where repeats
-    were not kept). runs: number of runs of each side."""
+    """One arm on both sides. ratio: tokens a second of B over those of A, in the interval (None where repeats were not
+    kept). runs: number of runs of each side."""
 
     arm: str
     where: str
@@ -41,7 +42,6 @@ class Pair:
 
     @property
     def verdict(self) -> str:
-        """What is said of B."""
         if self.interval is None:
             return UNKNOWN
         return FASTER if self.interval[0] > 1 else SLOWER if self.interval[1] < 1 else NOISE
@@ -52,9 +52,7 @@ class Pair:
         ours, theirs = names.interval(self.b), names.interval(self.a)
         if ours is None or theirs is None or self.b.arm == "baseline":
             return ""
-        if overlap(ours, theirs):
-            return "intervals overlap"
-        return "greater" if ours[0] > theirs[1] else "smaller"
+        return "intervals overlap" if overlap(ours, theirs) else "greater" if ours[0] > theirs[1] else "smaller"
 
 
 @dataclass
@@ -70,7 +68,6 @@ class Comparison:
 
     @property
     def found(self) -> str:
-        """What the comparison says, in a sentence or two."""
         verdicts = [pair.verdict for pair in self.pairs]
         kinds = [verdict for verdict in (FASTER, SLOWER, NOISE, UNKNOWN) if verdict in verdicts]
         counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in kinds)
@@ -125,18 +122,16 @@ def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = 
     for word in words:
         points, doubts = resolve(word, results)
         warnings += doubts
-        by_id = {row.point: row for row in query.chosen(map(tables.row, points), where)}
+        by_id = {row.point: row for row in chosen(map(tables.row, points), where)}
         sides.append({point.id: (point, by_id[point.id]) for point in points if point.ok and point.id in by_id})
-    return between(words, [*sides[0].values()], [*sides[1].values()], warnings)
+    comparison = between(words, [*sides[0].values()], [*sides[1].values()])
+    return replace(comparison, warnings=warnings)
 
 
 Measured = tuple[Point, Record]
 
 
-def between(
-    words: tuple[str, str], ours: Sequence[Measured], theirs: Sequence[Measured], warnings: Sequence[str] = ()
-) -> Comparison:
-    """Pair the arms of two sides, and say how they differ."""
+def between(words: tuple[str, str], ours: Sequence[Measured], theirs: Sequence[Measured]) -> Comparison:
     apart = _apart(ours, theirs)
     a, b = _by_arm(ours, apart), _by_arm(theirs, apart)
     both = [arm for arm in a if arm in b]
@@ -145,7 +140,7 @@ def between(
     pairs = [_pair(a[arm], b[arm], apart) for arm in both]
     differing = _differing([(a[arm][-1][0], b[arm][-1][0]) for arm in both])
     only_a, only_b = ([names.label(side[arm][-1][1]) for arm in side if arm not in both] for side in (a, b))
-    return Comparison(*words, pairs, differing, (only_a, only_b), list(warnings))
+    return Comparison(*words, pairs, differing, (only_a, only_b))
 
 
 def _apart(ours: Sequence[Measured], theirs: Sequence[Measured]) -> tuple[str, ...]:
@@ -177,17 +172,12 @@ def _arm(point: Point) -> dict[str, Hashable]:
 
 def _pair(ours: list[Measured], theirs: list[Measured], apart: Sequence[str]) -> Pair:
     """Several runs on both sides: the medians of runs are what varies. Else the repeats of the newest run."""
-    kept = [[point for point, _ in side if point.tok_s] for side in (ours, theirs)]
+    kept = [[point.tok_s for point, _ in side if point.tok_s] for side in (ours, theirs)]
     several = min(map(len, kept)) >= 2
-    if several:
-        samples = [[median(point.tok_s) for point in side] for side in kept]
-    else:
-        samples = [list(side[-1].tok_s) if side else [] for side in kept]
+    samples = [[*map(median, runs)] if several else [*runs[-1]] if runs else [] for runs in kept]
     a, b = ours[-1][1], theirs[-1][1]
-    if all(samples):
-        ratio: float | None = median(samples[1]) / median(samples[0])
-    else:
-        ratio = b.tok_s_median / a.tok_s_median if a.tok_s_median and b.tok_s_median else None
+    speeds = [median(sample) if all(samples) else row.tok_s_median for sample, row in zip(samples, (a, b), strict=True)]
+    ratio = speeds[1] / speeds[0] if speeds[0] and speeds[1] else None
     interval = speedup_interval(samples[1], samples[0])
     runs = (len(kept[0]), len(kept[1])) if several else (1, 1)
     arm = names.label(b) + (f" ({', '.join(apart)} differ)" if apart and b.arm != "baseline" else "")
@@ -201,10 +191,9 @@ def _differing(pairs: Sequence[tuple[Point, Point]]) -> dict[str, tuple[list[Any
         left, right = map(facts, pair)
         for name in dict.fromkeys([*left, *right]):
             if left.get(name) != right.get(name):
-                sides = differing.setdefault(name, ([], []))
-                for values, value in zip(sides, (left.get(name), right.get(name)), strict=True):
-                    if value not in values:
-                        values.append(value)
+                for values, side in zip(differing.setdefault(name, ([], [])), (left, right), strict=True):
+                    if side.get(name) not in values:
+                        values.append(side.get(name))
     return differing
 
 
@@ -219,10 +208,8 @@ def facts(point: Point) -> dict[str, Any]:
 
 
 def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of settings that are newer than it.
-
-    Settings that were removed since are left out where they were not in use (None, false, 0 or empty).
-    """
+    """A configuration with the defaults of settings that are newer than it, and without removed settings that were not
+    in use (None, false, 0 or empty)."""
     complete: dict[str, Any] = {}
     for name, default in defaults.items():
         value = config.get(name, default)
@@ -232,22 +219,19 @@ def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def text(comparison: Comparison, form: Format) -> str:
-    """The comparison in one of the formats that are text."""
     if form is Format.json:
-        return static.as_json(document(comparison))
+        return as_json(document(comparison))
     body = [_line(pair) for pair in comparison.pairs]
     if form is Format.csv:
         lines = [[pair.where, *line] for pair, line in zip(comparison.pairs, body, strict=True)]
-        return static.as_csv([["workload", *HEAD], *lines])
+        return as_csv([["workload", *HEAD], *lines])
     parts = [comparison.found]
     for where in dict.fromkeys(pair.where for pair in comparison.pairs):
         lines = [line for pair, line in zip(comparison.pairs, body, strict=True) if pair.where == where]
-        parts += [f"### {where}", static.table(HEAD, lines)]
+        parts += [f"### {where}", markdown(HEAD, lines)]
     rows = [[name, *map(_values, values)] for name, values in comparison.differing.items()]
-    if rows:
-        parts += ["### What differs", static.table(("setting", "A", "B"), rows)]
-    else:
-        parts.append("No setting, version or machine differs.")
+    differing = ["### What differs", markdown(("setting", "A", "B"), rows)]
+    parts += differing if rows else ["No setting, version or machine differs."]
     for side, arms in zip((comparison.a, comparison.b), comparison.alone, strict=True):
         if arms:
             more = ", ..." if len(arms) > MOST_ARMS else ""
@@ -256,7 +240,6 @@ def text(comparison: Comparison, form: Format) -> str:
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as JSON."""
     pairs = []
     for pair in comparison.pairs:
         low, high = pair.interval or (None, None)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive
 from selfspec_cli.report import sources
-from selfspec_cli.report.sources import Sources
-from selfspec_cli.whole import written
+from selfspec_cli.whole import atomic_write, written
 
 if TYPE_CHECKING:
     from selfspec_cli.report.figures.base import Figure, Panel
@@ -23,12 +22,10 @@ MOST_PANELS = 24  # of one figure, as files
 
 def run(
     results: str | Path, out: str | Path, *, where: Sequence[str] = (), files: bool = False
-) -> tuple[Sources, Path, list[Path]]:
+) -> tuple[sources.Sources, Path, list[Path]]:
     """Read the points of `results`, or of all folders below it, and write the page to `out`: what was read, the page,
-    and the files of figures. Raises ConfigError where there are no points, or `out` cannot be written.
-
-    where: conditions that rows must meet, see `record.query`. files: write each figure as SVG and PNG too.
-    """
+    and the files of figures. Raises ConfigError where there are no points, or `out` cannot be written. where:
+    conditions that rows must meet, see `record.columns`. files: write each figure as SVG and PNG too."""
     found = sources.read(results, where)
     if archive.inside(out) is not None:
         raise ConfigError(f"{out} is an archive, which is only read; name a folder for the page: --out FOLDER")
@@ -37,7 +34,7 @@ def run(
     drawn = figures.of_sources(found)
     html = Path(out) / PAGE
     try:
-        page.write(found, drawn, html)
+        atomic_write(html, page.html(found, drawn))
         return found, html, every(drawn, Path(out) / FIGURES) if files else []
     except OSError as error:
         raise ConfigError(
@@ -73,13 +70,9 @@ def drawing(figure: Figure, panel: Panel) -> dict[str, Any]:
     for part in [spec, *spec.get("vconcat", [])]:
         if part.get("width") == "container":
             part["width"] = WIDTH
-    subtitle = ", ".join(filter(None, (panel.group, panel.name)))
-    return spec | {
-        "title": {"text": figure.title, "subtitle": subtitle},
-        "datasets": {ROWS: panel.data},
-        "config": config("#1f2933", "#55616e", "#d9dfe5"),
-        "padding": 14,
-    }
+    title = {"text": figure.title, "subtitle": ", ".join(filter(None, (panel.group, panel.name)))}
+    colours = config("#1f2933", "#55616e", "#d9dfe5")
+    return spec | {"title": title, "datasets": {ROWS: panel.data}, "config": colours, "padding": 14}
 
 
 def write(figure: Figure, panel: Panel, file: Path) -> Path:

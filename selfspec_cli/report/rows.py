@@ -1,7 +1,5 @@
 """Which rows a report shows, in which groups, under which names; and what they say in a sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +8,11 @@ from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.columns import Record, disturbed
-from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.point import OK
+from selfspec_cli.record.statistics import overlap
 from selfspec_cli.record.tables import UNVERIFIED, asked
 
-RIVALS = ("vllm", "ngram", "draft_model")
-"""Arms that draft by vLLM's own methods."""
+RIVALS = ("vllm", "ngram", "draft_model")  # arms that draft by vLLM's own methods
 
 
 def gate_label(row: Record) -> str:
@@ -63,10 +60,8 @@ def _arm(row: Record) -> str:
 
 
 def latest(rows: Iterable[Record]) -> list[Record]:
-    """One row for each run key: the last measured one, or the last failed one where none was measured.
-
-    Rows stand in the order of first appearance, so a sweep keeps its own order.
-    """
+    """One row for each run key: the last measured one, or the last failed one where none was measured. Rows stand in
+    the order of first appearance, so a sweep keeps its own order."""
     kept: dict[str, Record] = {}
     for row in rows:
         before = kept.get(row.key)
@@ -91,35 +86,34 @@ def sampling(row: Record) -> str:
 
 @dataclass
 class Group:
-    """Arms that may be compared: one model, workload and device, one baseline, and an acceptance that is real or set to
-    one length. rows: the baseline's first, where it is known."""
+    """Arms that may be compared: one model, workload, device, baseline, and acceptance (real, or set to one length).
+    rows: the baseline's first, where it is known."""
 
     title: str
     rows: list[Record]
 
     @property
     def headline(self) -> str:
-        """One sentence about the fastest lossless arm."""
         return headline(self.rows)
 
 
 def groups(rows: Iterable[Record]) -> list[Group]:
-    """Rows by what they may be compared with, each arm beside the baseline that its speedup was computed from.
-
-    Of each run key the row to show is `latest`'s, but a baseline stays with the arms that were compared with it. Arms
-    without a measurement stand with the newest baseline of their model, workload and device. Groups of one model,
-    workload and device are in the order of their baselines.
-    """
-    everything = list(rows)
-    by_point = {row.point: row for row in everything if row.point}
+    """Rows by what they may be compared with, each arm beside the baseline that its speedup was computed from. Of each
+    run key the row is `latest`'s, but a baseline stays with the arms that were compared with it. Failed arms stand with
+    the newest baseline of their model, workload and device. Groups of these are in the order of baselines."""
+    rows = list(rows)
+    by_point = {row.point: row for row in rows if row.point}
     places = {name: place for place, name in enumerate(by_point)}
     by_task: dict[tuple[object, ...], dict[str | None, list[Record]]] = {}
-    for row in latest(everything):
+    for row in latest(rows):
         alike = by_task.setdefault(_alike(row), {})
         alike.setdefault(row.point if row.arm == "baseline" else row.baseline, []).append(row)
     result: list[Group] = []
     for alike in by_task.values():
-        _place_failures(alike, by_point)
+        measured = [name for name in alike if name in by_point]
+        if None in alike and measured:  # failed arms were compared with nothing
+            newest = max(measured, key=lambda name: by_point[name or ""].run_id)
+            alike[newest] += alike.pop(None)
         for baseline, members in sorted(alike.items(), key=lambda item: places.get(item[0] or "", len(places))):
             shown = by_point.get(baseline or "")
             arms = [row for row in members if row is not shown]
@@ -133,14 +127,6 @@ def _alike(row: Record) -> tuple[object, ...]:
     return (row.model_fingerprint or row.model, *values, *load_patterns.comparable(row))
 
 
-def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, Record]) -> None:
-    """Move rows that were compared with nothing (failed arms) to the group of the newest baseline."""
-    measured = [name for name in alike if name in by_point]
-    if None in alike and measured:
-        newest = max(measured, key=lambda name: by_point[name or ""].run_id)
-        alike[newest] += alike.pop(None)
-
-
 def _by_acceptance(baselines: list[Record], arms: list[Record], *, several: bool) -> Iterator[Group]:
     for length in list(dict.fromkeys(row.acceptance_length for row in arms)) or [None]:
         members = [*baselines, *(row for row in arms if row.acceptance_length == length)]
@@ -150,18 +136,14 @@ def _by_acceptance(baselines: list[Record], arms: list[Record], *, several: bool
 
 def interval(row: Record) -> tuple[float, float] | None:
     """The 95 % interval of a row's speedup; None where repeats were not kept."""
-    if row.speedup_low is None or row.speedup_high is None:
-        return None
-    return row.speedup_low, row.speedup_high
+    low, high = row.speedup_low, row.speedup_high
+    return None if low is None or high is None else (low, high)
 
 
 def fastest(rows: Iterable[Record]) -> tuple[list[Record], bool]:
-    """(the verified arms that may be the fastest, the one of greatest speedup first; whether intervals say so).
-
-    Rows share a baseline. An arm may be the fastest if its interval and that of the greatest speedup overlap. Without
-    intervals nothing is told apart: then all verified arms may be. An arm whose acceptance was set counts only where no
-    other is.
-    """
+    """(the verified arms that may be the fastest, the one of greatest speedup first; whether intervals say so). Rows
+    share a baseline. An arm may be the fastest if its interval overlaps that of the greatest speedup; without intervals
+    all verified arms may be. An arm whose acceptance was set counts only where no other is."""
     verified = [row for row in rows if row.arm not in UNVERIFIED and row.status == OK and row.speedup is not None]
     real = [row for row in verified if row.acceptance_length is None] or verified
     ranked = sorted(real, key=lambda row: -(row.speedup or 0))
@@ -177,10 +159,8 @@ def headline(rows: Iterable[Record]) -> str:
     """About arms that share a baseline: which is the fastest, or that this cannot be said; and of whom that speaks."""
     rows = list(rows)
     candidates, have_intervals = fastest(rows)
-    if not candidates:
-        return " ".join(filter(None, (NOTHING, _of_others(rows))))
-    found = _fastest_in_words(candidates, have_intervals, rows)
-    return " ".join(filter(None, (found, _of_the_host(rows), _of_others(rows))))
+    sentences = [_fastest_in_words(candidates, have_intervals, rows), _of_the_host(rows)] if candidates else [NOTHING]
+    return " ".join(filter(None, [*sentences, _of_others(rows)]))
 
 
 NOTHING = "No verified arm has been measured yet."

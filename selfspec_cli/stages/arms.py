@@ -8,8 +8,7 @@ from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.config import machine
-from selfspec_cli.config.digests import layer_in_force
-from selfspec_cli.config.keys import engine_key
+from selfspec_cli.config.keys import engine_key, layer_in_force
 from selfspec_cli.config.schema import ConfigError, RunConfig, gate_threshold, to_plain
 from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.progress import Progress

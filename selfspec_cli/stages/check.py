@@ -1,6 +1,6 @@
 """Performance checks (`selfspec check`): is the speed still what a file of experiments/checks/ asks for?
 
-A value is that of all repeats of all runs, with its 95 % interval (`record.intervals`). It is green where the whole
+A value is that of all repeats of all runs, with its 95 % interval (`record.statistics`). It is green where the whole
 interval reaches the limit, red where none of it does, and else not measurable: it is measured again, up to `runs`
 times.
 """
@@ -26,8 +26,8 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import archive, tables
 from selfspec_cli.record import folder as results
 from selfspec_cli.record.folder import explained
-from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import Measurement, Point, median
+from selfspec_cli.record.statistics import speedup_interval
 from selfspec_cli.record.targets import NUMBERS, less_is_better
 from selfspec_cli.stages import sweep
 from selfspec_cli.stages.plan import results_dir

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.config.digests import digests
 from selfspec_cli.config.facts import model_facts
-from selfspec_cli.config.keys import KEY_LENGTH, engine_key
+from selfspec_cli.config.keys import KEY_LENGTH, digests, engine_key
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, Runner, head_spec, own_drafts
 from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.cost_model import Costs

@@ -15,8 +15,7 @@ from typing import Any
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import model_facts, needed
-from selfspec_cli.config.head_files import draft_vocabulary
-from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.model_files import draft_vocabulary, head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.fitting import FitError

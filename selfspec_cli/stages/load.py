@@ -28,10 +28,9 @@ from selfspec_cli.engine.deployment import ModelTokens
 from selfspec_cli.engine.server import Server
 from selfspec_cli.load_patterns.trace import PATTERN, Request, asked_requests, is_trace
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import categories, latency
-from selfspec_cli.record.intervals import LEVEL
-from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record import statistics
 from selfspec_cli.record.point import Measurement, Repeat, median
+from selfspec_cli.record.statistics import LEVEL, RequestTimes
 from selfspec_cli.record.tables import SEARCHED
 from selfspec_cli.texts import library, prompt_files
 from selfspec_cli.texts.prompts import check_length, file_prompts, workload_prompts
@@ -263,14 +262,14 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
         "errors": dict(Counter(str(request.error)[:120] for request in failed).most_common(ERRORS)),
         "unlike_answers": unlike(runs, len(prompts.bodies)),
         "client_cpu": max((run.cpu for run in runs if run.cpu is not None), default=None),
-        "late_p99_ms": (latency.quantiles([request.late for request in samples]) or (0.0,))[-1],
+        "late_p99_ms": (statistics.quantiles([request.late for request in samples]) or (0.0,))[-1],
         "rss_mib": now,
         "rss_growth_mib": None if now is None or before is None else now - before,
         "samples": str(place),
         "cut_requests": prompts.cut,
     }
     if kinds := prompts.categories:
-        facts["categories"] = categories.measured(
+        facts["categories"] = statistics.by_category(
             [
                 [(kinds[one.number % len(kinds)], times, ()) for one, times in zip(run.good, run.times(), strict=True)]
                 for run in runs
@@ -305,9 +304,9 @@ def warnings(engine: dict[str, Any]) -> list[str]:
 
 
 VALUES: dict[str, Callable[[RequestTimes], float | None]] = {
-    "ttft": latency.ttft,
-    "tpot": latency.tpot,
-    "e2e": latency.end_to_end,
+    "ttft": statistics.ttft,
+    "tpot": statistics.tpot,
+    "e2e": statistics.end_to_end,
 }
 """What a limit can be about, in seconds of a request."""
 NAMES = tuple(f"{name}_p{percent}" for name in VALUES for percent in (50, 90, 95, 99))

@@ -24,11 +24,11 @@ from selfspec_cli.engine import cores, requests
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.engine.requests import Passage
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import categories, point
+from selfspec_cli.record import point
 from selfspec_cli.record.columns import disturbed
-from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.record.quality import perplexity as of_scores
+from selfspec_cli.record.statistics import by_category, speedup_interval
 from selfspec_cli.stages import humaneval
 from selfspec_cli.texts import library
 from selfspec_cli.texts.prompts import Turn, workload_turns
@@ -197,7 +197,7 @@ def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execut
     facts |= engine.call("early_exit_meter_stop") | used
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
     if kinds:
-        facts["categories"] = categories.measured(
+        facts["categories"] = by_category(
             [list(zip(kinds, part.requests, part.steps, strict=True)) for part in repeats]
         )
     if execute:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.config import head_files
+from selfspec_cli.config import model_files
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.engine import requests
@@ -84,7 +84,7 @@ def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine,
 def _fitted_on(cfg: RunConfig, corpus: str) -> bool:
     if cfg.method not in ("skip", "layer_skip") or corpus in ("stdlib", "random") or cfg.layer is None:
         return False
-    path = head_files.full_head(cfg, cfg.layer)
+    path = model_files.full_head(cfg, cfg.layer)
     return path is not None and path.suffix != ".pt" and read_metadata(path).corpus == corpus
 
 

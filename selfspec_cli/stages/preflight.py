@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from selfspec_cli.config import head_files, machine, paths, speculative
+from selfspec_cli.config import machine, model_files, paths, speculative
 from selfspec_cli.config.facts import (
     config_document,
     config_file,
@@ -23,7 +23,7 @@ from selfspec_cli.config.facts import (
     longest_request,
     model_facts,
 )
-from selfspec_cli.config.model_digest import WEIGHT_FILES
+from selfspec_cli.config.model_files import WEIGHT_FILES
 from selfspec_cli.config.paths import model_path, prompts_file
 from selfspec_cli.config.schema import (
     EARLY_EXIT,
@@ -43,7 +43,7 @@ from selfspec_cli.early_exit.resolved import flat_head_warning, warnings_for
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.extras import install
 from selfspec_cli.load_patterns.trace import is_trace
-from selfspec_cli.texts import chat
+from selfspec_cli.texts import questions
 from selfspec_cli.vllm_plugin import releases
 from selfspec_cli.vllm_plugin.releases import admission
 
@@ -69,7 +69,7 @@ def check(cfg: RunConfig, *, served: bool = False) -> None:
     if not served:
         check_requests(cfg)
     if cfg.method in EARLY_EXIT and (layer := exit_layer(cfg)) is not None:
-        head_files.check_head(cfg, layer, model_facts(cfg))
+        model_files.check_head(cfg, layer, model_facts(cfg))
 
 
 def check_model(cfg: RunConfig) -> None:
@@ -145,10 +145,10 @@ def check_requests(cfg: RunConfig) -> None:
             f"the {limit} tokens of {model.name}"
         )
     folder = _tokenizer_folder(cfg)
-    if folder is not None and work.prompts in chat.KINDS:
+    if folder is not None and work.prompts in questions.KINDS:
         own = config_document(folder / "tokenizer_config.json").get("chat_template")
         if not own and not _has(folder, ("*chat_template*",)):
-            raise ConfigError(chat.no_template(model.name))
+            raise ConfigError(questions.no_template(model.name))
     scored = cfg.perplexity_tokens if not cfg.load.kind else 0  # a load test scores no text
     if model.load_format == "dummy" and (scored or work.prompts != "random"):
         raise ConfigError(
@@ -239,7 +239,7 @@ def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
     if layer is None or cfg.gate.kind == "none":
         return None
     try:
-        file = head_files.full_head(cfg, layer)
+        file = model_files.full_head(cfg, layer)
     except ConfigError:  # `check` says what is wrong with the head
         return None
     return None if file is None else (cfg.gate.kind, file)

@@ -22,7 +22,7 @@ from selfspec_cli.engine.live import OpenEngine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
-from selfspec_cli.record.profiles import PARTS, Profile
+from selfspec_cli.record.quality import PARTS, Profile
 from selfspec_cli.texts.prompts import workload_prompts
 
 STEPS = 3  # that progress counts

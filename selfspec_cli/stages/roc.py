@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config import tuned
-from selfspec_cli.config.model_digest import folder_name
+from selfspec_cli.config.model_files import folder_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_log import DraftLog

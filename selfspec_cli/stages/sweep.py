@@ -15,7 +15,7 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, point_id
+from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.stages.launch import driver
 from selfspec_cli.stages.plan import Family, Planned, plan, results_dir
@@ -77,7 +77,7 @@ class _Run:
             self.keep(point)
             self.result.points.append(point)
             return
-        point = results.with_quality(self.folder, point)
+        (point,) = results.with_quality(self.folder, [point])
         results.save(self.folder, point)
         self.result.points.append(point)
         self.or_warn("tracker", lambda: self.tracker.log(point))
@@ -225,7 +225,7 @@ def _point(
         comparison = compare(measured, baseline, reused=reused, real_text=cfg.acceptance_length is None)
     measured = measured or Measurement(())
     return Point(
-        id=point_id(planned.key, run_id),
+        id=f"{planned.key}-{run_id}",
         key=planned.key,
         run_id=run_id,
         number=len(context.result.points),

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
-from selfspec_cli.config import head_files, tuned
+from selfspec_cli.config import model_files, tuned
 from selfspec_cli.config.keys import baseline_of, run_key
-from selfspec_cli.config.model_digest import safe_name
+from selfspec_cli.config.model_files import safe_name
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.errors import on_one_line
@@ -248,7 +248,7 @@ def finalists_of(exit_: Exit) -> list[Setting]:
 
 def _is_fitted(cfg: RunConfig) -> bool:
     try:
-        head_files.full_head(cfg, int(cfg.layer or 0))
+        model_files.full_head(cfg, int(cfg.layer or 0))
     except ConfigError:
         return False
     return True

@@ -45,7 +45,6 @@ class Corpus:
 
     @property
     def is_random(self) -> bool:
-        """Whether token ids are drawn at random, without a text."""
         return not self.fitting
 
     def windows(
@@ -81,7 +80,13 @@ def load(source: str) -> Corpus:
         return Corpus("standard library, held-out modules excluded", library.fitting_text(), library.held_out_text())
     if source == "random":
         return Corpus("random token ids (not a text)")
-    return _split(source, _rows(source))
+    blocks = _uncontaminated(_rows(source))
+    named = [(f"{source} block {at}", "\n\n".join(block)) for at, block in enumerate(blocks)]
+    held_out, fitting = named[::HELD_OUT_EVERY], [pair for at, pair in enumerate(named) if at % HELD_OUT_EVERY]
+    if not fitting:
+        size = sum(len(block) for _, block in named)
+        raise ConfigError(f"corpus={source}: too little text ({size:,} characters); at least {2 * BLOCK:,} are needed")
+    return Corpus(source, fitting, held_out)
 
 
 def documents(source: str, most: int, *, held_out: bool = False) -> Texts:
@@ -120,20 +125,8 @@ def _rows(source: str) -> Iterator[str]:
 def check(source: str) -> None:
     """Refuse an unknown form or a missing file, without reading a corpus; raises ConfigError."""
     if source not in ("stdlib", "random") and not _file(source)[0].is_file():
-        raise ConfigError(
-            f"corpus={source}: there is no such file; allowed: stdlib, random, a .json, .jsonl or .parquet file, or a "
-            "text file"
-        )
-
-
-def _split(source: str, documents: Iterable[str]) -> Corpus:
-    """Return blocks of documents without repeats of the held-out modules; every tenth block is held out."""
-    named = [(f"{source} block {at}", "\n\n".join(block)) for at, block in enumerate(_uncontaminated(documents))]
-    held_out, fitting = named[::HELD_OUT_EVERY], [pair for at, pair in enumerate(named) if at % HELD_OUT_EVERY]
-    if not fitting:
-        size = sum(len(block) for _, block in named)
-        raise ConfigError(f"corpus={source}: too little text ({size:,} characters); at least {2 * BLOCK:,} are needed")
-    return Corpus(source, fitting, held_out)
+        allowed = "stdlib, random, a .json, .jsonl or .parquet file, or a text file"
+        raise ConfigError(f"corpus={source}: there is no such file; allowed: {allowed}")
 
 
 def _uncontaminated(documents: Iterable[str]) -> list[list[str]]:

@@ -5,59 +5,17 @@ held-out figures on any machine, with nothing to download. Imports the standard 
 """
 
 import hashlib
+import json
 import os
 import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-HELD_OUT: tuple[str, ...] = (
-    "argparse",
-    "calendar",
-    "cmd",
-    "configparser",
-    "csv",
-    "dataclasses",
-    "difflib",
-    "doctest",
-    "fractions",
-    "ftplib",
-    "gettext",
-    "heapq",
-    "http.cookiejar",
-    "imaplib",
-    "ipaddress",
-    "json.decoder",
-    "logging.handlers",
-    "mailbox",
-    "optparse",
-    "pickle",
-    "plistlib",
-    "pprint",
-    "shlex",
-    "smtplib",
-    "statistics",
-    "tarfile",
-    "textwrap",
-    "turtle",
-    "typing",
-    "unittest.mock",
-)
+_LISTS: dict[str, list[str]] = json.loads(Path(__file__).with_name("library.json").read_text(encoding="utf-8"))
+HELD_OUT = tuple(_LISTS["held_out"])  # modules
+NOT_FOR_FITTING = frozenset(_LISTS["not_for_fitting"])  # folders
 _HELD_OUT_TAILS = [tuple(f"{name.replace('.', '/')}.py".split("/")) for name in HELD_OUT]
-NOT_FOR_FITTING = frozenset(
-    {
-        "test",
-        "tests",
-        "idlelib",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "lib2to3",
-        "pydoc_data",
-        "ensurepip",
-    }
-)
 
 WINDOW_LINES = 8
 MIN_WINDOW_CHARS = 120  # windows of closing brackets and `else:` lines occur everywhere and prove nothing
@@ -70,10 +28,8 @@ def _stdlib() -> Path:
 
 
 def held_out_text() -> list[tuple[str, str]]:
-    """Return (module name, source text) of every held-out module that exists, in the order of HELD_OUT.
-
-    Raises FileNotFoundError when this interpreter has none of them (a Python installed without its sources).
-    """
+    """Return (module name, source text) of every held-out module that exists, in the order of HELD_OUT. Raises
+    FileNotFoundError when this interpreter has none of them (a Python installed without its sources)."""
     texts = []
     for name in HELD_OUT:
         stem = _stdlib() / name.replace(".", "/")
@@ -89,10 +45,8 @@ def held_out_text() -> list[tuple[str, str]]:
 
 
 def prose_text() -> list[tuple[str, str]]:
-    """Return (topic, text) of the reference documentation that comes with this Python, by topic.
-
-    It is English, of which a model of code knows little. No head is fitted on it either.
-    """
+    """Return (topic, text) of the reference documentation that comes with this Python, by topic. It is English, of
+    which a model of code knows little. No head is fitted on it either."""
     from pydoc_data.topics import topics
 
     return sorted(topics.items())
@@ -100,10 +54,8 @@ def prose_text() -> list[tuple[str, str]]:
 
 def fitting_text() -> list[tuple[str, str]]:
     """Return (module name, source text) of the other standard-library modules, sorted by name, to fit exit heads on.
-
-    Leaves out test suites, IDLE, lib2to3 and installed packages, files that are not UTF-8, and files that share
-    text with a held-out module. Raises FileNotFoundError as held_out_text does.
-    """
+    Leaves out test suites, IDLE, lib2to3 and installed packages, files that are not UTF-8, and files that share text
+    with a held-out module. Raises FileNotFoundError as held_out_text does."""
     held_out = fingerprints(text for _, text in held_out_text())
     texts = []
     for folder, inner, files in os.walk(_stdlib()):
@@ -123,15 +75,12 @@ def named_like_held_out(path: Path) -> bool:
     return any(path.parts[-len(tail) :] == tail for tail in _HELD_OUT_TAILS)
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-
-
 def _windows(text: str) -> list[bytes]:
     """Return digests of all runs of WINDOW_LINES non-blank lines, whitespace-normalised, and last of the whole text."""
     lines = [line for line in (" ".join(raw.split()) for raw in text.splitlines()) if line]
     runs = ("\n".join(lines[i : i + WINDOW_LINES]) for i in range(len(lines) - WINDOW_LINES + 1))
-    return [_digest(run) for run in runs if len(run) >= MIN_WINDOW_CHARS] + [_digest("\n".join(lines))]
+    texts = [*(run for run in runs if len(run) >= MIN_WINDOW_CHARS), "\n".join(lines)]
+    return [hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest() for text in texts]
 
 
 def fingerprints(texts: Iterable[str]) -> set[bytes]:
@@ -140,28 +89,20 @@ def fingerprints(texts: Iterable[str]) -> set[bytes]:
 
 
 def is_contaminated(text: str, fingerprints: set[bytes]) -> bool:
-    """Whether `text` repeats fingerprinted text: the whole of it, or more than a small share of its 8-line windows.
-
-    The share is MAX_SHARED_SHARE of the text's own windows, or MAX_SHARED_WINDOWS of them if that is fewer.
-    """
+    """Whether `text` repeats fingerprinted text: the whole of it, or more than a small share of its 8-line windows. The
+    share is MAX_SHARED_SHARE of the text's own windows, or MAX_SHARED_WINDOWS of them if that is fewer."""
     *windows, whole = _windows(text)
     shared = sum(digest in fingerprints for digest in windows)
     return whole in fingerprints or shared > min(MAX_SHARED_SHARE * len(windows), MAX_SHARED_WINDOWS)
 
 
 def token_windows(
-    encode: Callable[[str], list[int]],
-    texts: list[tuple[str, str]],
-    length: int,
-    count: int,
-    seed: int,
+    encode: Callable[[str], list[int]], texts: list[tuple[str, str]], length: int, count: int, seed: int
 ) -> list[list[int]]:
-    """Draw `count` windows of exactly `length` token ids from (name, text) pairs, the same ones for the same seed.
-
-    Each window begins at a line start that is not blank; no two begin at the same line, though they may overlap.
-    Texts take turns, so that a long module does not crowd out a short one. `encode` maps text to token ids
-    without special tokens. Raises ValueError if `length` or `count` is below 1 or the texts hold too few windows.
-    """
+    """Draw `count` windows of exactly `length` token ids from (name, text) pairs, the same ones for the same seed. Each
+    begins at a line start that is not blank, no two at the same one, though they may overlap. Texts take turns, so that
+    a long module does not crowd out a short one. `encode` maps text to token ids without special tokens. Raises
+    ValueError if `length` or `count` is below 1 or the texts hold too few windows."""
     if length < 1 or count < 1:
         raise ValueError(f"length and count must be at least 1, got length={length}, count={count}")
     draw = random.Random(seed)
@@ -207,14 +148,11 @@ def leading_tokens(encode: Callable[[str], list[int]], text: str, most: int, sta
 
 
 def rolling(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, scored, end) of windows over a document of `length` tokens.
-
-    Tokens scored..end-1 are predicted from all tokens of the window before them, at least start..scored-1. The first
-    window scores all its tokens except the document's first. Each later window scores the next `stride` tokens (the
-    last window the remaining ones), so every token has at least `window - stride` tokens of context, or all that exist.
-    Windows hold at most `window` tokens. `stride = window - 1` is the rolling log-likelihood of lm-evaluation-harness,
-    with one token of context between two windows. Raises ValueError for a stride that is not in 1..window-1.
-    """
+    """Yield (start, scored, end) of windows of at most `window` tokens over a document of `length` tokens. Tokens
+    scored..end-1 are predicted from start..scored-1 and those before them. The first window scores all its tokens but
+    the document's first, each later one the next `stride` tokens, so every token has at least `window - stride` tokens
+    of context, or all that exist. `stride = window - 1` is the rolling log-likelihood of lm-evaluation-harness. Raises
+    ValueError for a stride that is not in 1..window-1."""
     if not 1 <= stride < window:
         raise ValueError(
             f"stride={stride}: it must be from 1 to window - 1 = {window - 1}, so that every scored token "

@@ -3,9 +3,11 @@
 A row's prompt is its user's first turn; of `turns` the later ones are kept. Rows of chats (`turns`, `conversations`,
 `messages`) and tasks of GSM8K, HumanEval and BFCL go through the model's chat template, if it has one; rows of text are
 used unchanged.
-"""
 
-from __future__ import annotations
+BFCL's question files (package bfcl-eval) are JSON lines with `id`, `question` (turns, each a list of messages) and
+`function` (schemas of functions that the model may call). Rows of multi_turn name classes instead, whose functions are
+in a folder `multi_turn_func_doc` in the folder of the file.
+"""
 
 import gzip
 import json
@@ -20,11 +22,9 @@ from typing import Any
 from selfspec_cli.config.paths import prompts_file
 from selfspec_cli.config.schema import HUMANEVAL, PROMPT_TABLES, ConfigError
 from selfspec_cli.extras import install
-from selfspec_cli.texts import tool_calls
 
 CHATS = ("turns", "conversations", "messages")
-COLUMNS = (*CHATS, "prompt", "question", "text")
-"""The first of these that a row has, unless the user names one."""
+COLUMNS = (*CHATS, "prompt", "question", "text")  # the first of these that a row has, unless the user names one
 USERS = ("user", "human")
 TASKS = {"gsm8k": {"question", "answer"}, HUMANEVAL: {"prompt", "canonical_solution"}}
 """Columns by which rows of benchmarks without categories are known, by the category that they get."""
@@ -46,10 +46,9 @@ class Prompt:
     @property
     def words(self) -> str:
         """The text after the system message and the functions in words, for a model without a template."""
-        return "\n\n".join(part for part in (tool_calls.in_words(self.tools, self.system), self.text) if part)
+        return "\n\n".join(part for part in (in_words(self.tools, self.system), self.text) if part)
 
     def put_into(self, chat: Callable[..., list[int]]) -> Callable[[str | Sequence[str]], list[int]]:
-        """Return `chat` with this prompt's functions and system message."""
         return partial(chat, tools=self.tools, system=self.system) if self.tools or self.system else chat
 
 
@@ -65,9 +64,9 @@ def read(name: str, column: str | None = None) -> list[Prompt]:
     for row in rows(name):
         if not isinstance(row, Mapping):
             raise ConfigError(f"workload.prompts={name}: a row is no mapping of columns to values: {str(row)[:60]!r}")
-        if column is None and tool_calls.is_question(row):
-            if said := tool_calls.said(row, "user"):
-                tools, system = tool_calls.tools(row, prompts_file(name)), "\n\n".join(tool_calls.said(row, "system"))
+        if column is None and _is_tool_question(row):
+            if said := _said(row, "user"):
+                tools, system = _tools(row, prompts_file(name)), "\n\n".join(_said(row, "system"))
                 kind = re.split(r"_\d", str(row["id"]))[0]  # live_simple of live_simple_0-0-0
                 prompts.append(Prompt(said[0], kind, True, tuple(said[1:]), tuple(tools), system))
             continue
@@ -100,11 +99,9 @@ def drawn(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
 def encoded(
     prompts: Iterable[Prompt], encode: Callable[[str], list[int]], chat: Callable[..., list[int]] | None, most: int
 ) -> list[list[int]]:
-    """Return the token ids of each prompt, cut to its first `most` tokens.
-
-    The question of a chat is cut instead of its end, because the end of the template must stay. Functions that do not
-    fit are left out before. chat: puts a question into the model's template; None for a model without one.
-    """
+    """Return the token ids of each prompt, cut to its first `most` tokens. The question of a chat is cut instead of its
+    end, because the end of the template must stay. Functions that do not fit are left out before. chat: puts a question
+    into the model's template; None for a model without one."""
 
     def ids_of(prompt: Prompt) -> list[int]:
         return encode(prompt.words) if not prompt.chat or chat is None else prompt.put_into(chat)(prompt.text)
@@ -129,11 +126,10 @@ def _first_turn(content: Any) -> str | None:
     for turn in content if isinstance(content, Sequence) else ():
         if isinstance(turn, str):
             return turn
-        if isinstance(turn, Mapping):
-            speaker = turn.get("role", turn.get("from"))
-            content_of_turn = turn.get("content", turn.get("value"))
-            if speaker in (*USERS, None) and isinstance(content_of_turn, str):
-                return content_of_turn
+        if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in (*USERS, None):
+            said = turn.get("content", turn.get("value"))
+            if isinstance(said, str):
+                return said
     return None
 
 
@@ -152,14 +148,99 @@ def rows(name: str, setting: str = "workload.prompts") -> Iterable[Any]:
 
             return json.loads(pandas.read_parquet(path).to_json(orient="records"))
         text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
-        lines = text.lstrip()
-        if lines.startswith("["):
+        if text.lstrip().startswith("["):
             return json.loads(text)
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except ImportError as error:
-        needed = f"reading .parquet needs pyarrow; {install('data')}"
-        raise ConfigError(f"{setting}={name}: {needed}") from error
+        raise ConfigError(f"{setting}={name}: reading .parquet needs pyarrow; {install('data')}") from error
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{setting}={name}: it cannot be read as {path.suffix[1:]}: {reason}") from error
+
+
+FUNCTION_FILES = {
+    "GorillaFileSystem": "gorilla_file_system",
+    "MathAPI": "math_api",
+    "MessageAPI": "message_api",
+    "TwitterAPI": "posting_api",
+    "TicketAPI": "ticket_api",
+    "TradingBot": "trading_bot",
+    "TravelAPI": "travel_booking",
+    "VehicleControlAPI": "vehicle_control",
+    "WebSearchAPI": "web_search",
+}
+"""Files of `multi_turn_func_doc`, by the class that a row names."""
+JSON_TYPES = (
+    dict.fromkeys(("dict", "hashmap"), "object")
+    | dict.fromkeys(("float", "double"), "number")
+    | dict.fromkeys(("tuple", "arraylist", "array"), "array")
+    | dict.fromkeys(("string", "char"), "string")
+    | {"long": "integer", "boolean": "boolean"}
+)
+"""Types of JSON schema, by the lower-case name of a type of Python, Java or JavaScript in the files."""
+
+
+def _is_tool_question(row: Mapping[str, Any]) -> bool:
+    turns = row.get("question")
+    return "id" in row and isinstance(turns, list) and bool(turns) and all(isinstance(turn, list) for turn in turns)
+
+
+def _said(row: Mapping[str, Any], role: str) -> list[str]:
+    """Return what a role says in each turn; turns without a word of it are left out."""
+    turns = [[str(message["content"]) for message in turn if message["role"] == role] for turn in row["question"]]
+    return ["\n\n".join(turn) for turn in turns if any(turn)]
+
+
+def _tools(row: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
+    """Return the functions of a row of `file` in the form of the chat completions API, with types of JSON schema;
+    raises ConfigError where the functions of a class that the row names are not there."""
+    functions = row.get("function")
+    if functions is None:
+        left_out = row.get("excluded_function", ())
+        classes = [_functions_of_class(str(name), str(row["id"]), file) for name in row.get("involved_classes", ())]
+        functions = [function for of_class in classes for function in of_class if function["name"] not in left_out]
+    made = []
+    for function in functions:
+        parameters = _json_schema(function.get("parameters", {}))
+        about = {"name": function["name"], "description": function.get("description", ""), "parameters": parameters}
+        made.append({"type": "function", "function": about})
+    return made
+
+
+def in_words(tools: Sequence[Mapping[str, Any]], system: str = "") -> str:
+    """Return a system message that names the functions, for a model whose template takes none."""
+    schemas = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    call = '{"name": "...", "arguments": {"...": "..."}}'
+    words = (
+        f"You can call these functions; each line describes one as a JSON schema:\n{schemas}\n"
+        f"Answer with one line for each call that is needed, and nothing else: {call}"
+    )
+    return "\n\n".join(text for text in (system, words if tools else "") if text)
+
+
+def _functions_of_class(name: str, row: str, file: Path) -> list[dict[str, Any]]:
+    if name not in FUNCTION_FILES:
+        known = ", ".join(FUNCTION_FILES)
+        raise ConfigError(f"workload.prompts={file}: {row} calls functions of {name}; allowed: {known}")
+    source = file.parent / "multi_turn_func_doc" / f"{FUNCTION_FILES[name]}.json"
+    try:
+        return [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}={name}: it cannot be read as {path.suffix[1:]}: {' '.join(str(error).split())[:200]}"
+            f"workload.prompts={file}: {row} calls functions of {name}, which cannot be read from {source}; keep the "
+            "file in the package's folder, or copy multi_turn_func_doc as well"
         ) from error
+
+
+def _json_schema(schema: Any) -> Any:
+    """Return a schema with types of JSON schema; a type that allows everything is left out."""
+    if isinstance(schema, list):
+        return [_json_schema(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = {key: _json_schema(value) for key, value in schema.items()}
+    if isinstance(kind := changed.get("type"), str):
+        changed["type"] = JSON_TYPES.get(kind.lower(), kind)
+        if kind.lower() in ("any", ""):
+            del changed["type"]
+    return changed

@@ -3,8 +3,6 @@
 Prompts have exactly `input_len` tokens, except chat prompts and prompts from a file.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.texts import chat, library, prompt_files, tool_calls
+from selfspec_cli.texts import library, prompt_files, questions
 from selfspec_cli.texts.prompt_files import Prompt
 
 Turn = list[int] | Callable[[Sequence[list[int]]], list[int]]
@@ -50,21 +48,19 @@ class Tokens:
     def chat(
         self, question: str | Sequence[str], tools: Sequence[Mapping[str, Any]] = (), system: str = ""
     ) -> list[int]:
-        """A user's question -> the token ids of a prompt, by the model's own chat template, or ConfigError where it has
-        none; or user and model in turn, of which the user begins and ends.
-
-        tools: functions that the model may call; in words in the system message if the template passes over them.
-        system: the system message; a template that refuses one has it at the beginning of the user's first turn.
-        """
+        """The token ids of a user's question, or of what user and model said in turn, by the model's chat template;
+        raises ConfigError where it has none. tools: functions that the model may call; in words in the system message
+        if the template passes over them. system: the system message; a template that refuses one has it before the
+        question."""
         if not self.has_template:
-            raise ConfigError(chat.no_template(self.cfg.model.name))
+            raise ConfigError(questions.no_template(self.cfg.model.name))
         said = [question] if isinstance(question, str) else question
         messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
         if tools:
             text = self._templated(messages, system, tools=list(tools))
             if text != self._templated(messages, system):  # else the template passes over functions
                 return self.encode(text)
-        return self.encode(self._templated(messages, tool_calls.in_words(tools, system)))
+        return self.encode(self._templated(messages, prompt_files.in_words(tools, system)))
 
     def _templated(self, messages: list[dict[str, str]], system: str, **more: Any) -> str:
         from jinja2 import TemplateError
@@ -86,18 +82,16 @@ class Tokens:
 
 
 def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
-    """Draw `num_prompts` prompts of `input_len` token ids by `cfg.seed`.
-
-    Chat prompts and prompts from a file have at most `input_len`; a shorter file gives all its prompts. Raises
-    ConfigError where the model has no room or no chat template for them, or the text is too short.
-    """
+    """Draw `num_prompts` prompts of `input_len` token ids by `cfg.seed`. Chat prompts and prompts from a file have at
+    most `input_len`; a shorter file gives all its prompts. Raises ConfigError where the model has no room or no chat
+    template for them, or the text is too short."""
     check_length(cfg, engine)
     work = cfg.workload
     if work.prompts == "random":
         draw = random.Random(cfg.seed)
         return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
-    if work.prompts in chat.KINDS:
-        prompts = chat.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
+    if work.prompts in questions.KINDS:
+        prompts = questions.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
         longest = max(map(len, prompts))
         if longest > work.input_len:
             raise ConfigError(
@@ -132,10 +126,8 @@ def check_length(cfg: RunConfig, engine: Tokens) -> None:
 
 def workload_turns(cfg: RunConfig, engine: Tokens) -> tuple[list[Turn], list[str]]:
     """Return the requests of `workload_prompts`, each followed by the later turns of its question, and the category of
-    each request (no list if the file names no categories); raises ConfigError.
-
-    A later turn may be as long as the model allows; a longer one loses its beginning.
-    """
+    each request (no list if the file names no categories); raises ConfigError. A later turn may be as long as the model
+    allows; a longer one loses its beginning."""
     first: list[Turn] = [*workload_prompts(cfg, engine)]
     if not prompt_files.is_prompt_file(cfg.workload.prompts):
         return first, []

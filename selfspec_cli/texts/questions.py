@@ -1,21 +1,100 @@
-"""Questions made of the held-out standard library, with nothing to download: two tasks for `selfspec eval`.
+"""Questions for models: for chats, through the model's own chat template, and two tasks for `selfspec eval`.
+
+The questions of chats ask for long answers, because end-of-text is ignored while measuring, and text after it is no
+answer. General questions and coding tasks were written for this project. An edit asks for a function of the held-out
+standard library with one change, so most of the answer repeats the prompt. A question about files follows as much of
+the held-out standard library as the prompt has room for.
 
     stdlib_choice   which of four lines comes next: the module's own next line, or one of three other lines of the same
                     module with the same indentation
     stdlib_line     the rest of a line of code after its first word or later, to be generated exactly
 
-They cannot be compared with published scores; baseline and arm answer the same questions. The embedded model has never
-seen these modules. A model trained on public code has.
+The tasks cannot be compared with published scores; baseline and arm answer the same questions. The embedded model has
+never seen these modules. A model trained on public code has.
 """
 
-from __future__ import annotations
-
+import ast
+import json
 import random
 import re
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from selfspec_cli.texts import library
+
+_PROMPTS = json.loads(resources.files("selfspec_cli.texts").joinpath("chat.json").read_text(encoding="utf-8"))
+QUESTIONS, CODING, EDITS, ABOUT_FILES = (tuple(_PROMPTS[kind]) for kind in ("chat", "coding", "edits", "files"))
+EDITED_LINES = (14, 36)  # length of an edited function: long enough to be work, short enough to be answered
+APART = 16  # questions between the first of one seed and the first of the next
+
+
+def chosen(count: int, seed: int, kind: str = "chat") -> list[str]:
+    """Return `count` questions of a kind of KINDS; the next seed has other questions, as long as there are any."""
+    order = list(edits() if kind == "edits" else QUESTIONS if kind == "chat" else CODING)
+    random.Random(0).shuffle(order)  # topics and tasks mixed
+    return [order[(seed * APART + number) % len(order)] for number in range(count)]
+
+
+KINDS = ("chat", "coding", "edits", "files")  # values of `workload.prompts` that mean questions
+
+
+def no_template(name: str) -> str:
+    return (
+        f"model={name}: its tokenizer has no chat template, through which {', '.join(KINDS)} are asked; take "
+        "workload.prompts=heldout, prose or random, or a file of text or of prompts, or name a tokenizer that has one: "
+        "model.tokenizer=NAME"
+    )
+
+
+def asked(kind: str, count: int, seed: int, chat: Callable[[str], list[int]], most: int) -> list[list[int]]:
+    """Return the token ids of `count` prompts of a kind of KINDS. chat: puts a question into the model's template and
+    returns its token ids. most: length to which prompts about files are filled up, in tokens; other prompts keep their
+    length."""
+    if kind != "files":
+        return [chat(question) for question in chosen(count, seed, kind)]
+    whole = "\n".join(f"# ---- {name}\n{text}" for name, text in library.held_out_text())
+    # Each prompt begins at another place, so that no two share a prefix; the text wraps around.
+    starts = [(seed * APART + number * (len(whole) // count)) % len(whole) for number in range(count)]
+    return [
+        _about_files(whole[start:] + whole[:start], ABOUT_FILES[number % len(ABOUT_FILES)], chat, most)
+        for number, start in enumerate(starts)
+    ]
+
+
+def _about_files(text: str, question: str, chat: Callable[[str], list[int]], most: int) -> list[int]:
+    """Return the token ids of a question after as much of `text` as fits: 0.99 `most` to `most` tokens."""
+    fitting, size = chat(question), 4 * most
+    for _ in range(8):  # code has two to five characters a token, so a few corrections are enough
+        ids = chat(f"Here are files of a library:\n\n```python\n{text[:size]}\n```\n\n{question}")
+        fitting = ids if len(fitting) < len(ids) <= most else fitting
+        if 0.99 * most <= len(ids) <= most:
+            break
+        size = int(size * 0.995 * most / len(ids))
+    return fitting
+
+
+@cache
+def edits() -> Sequence[str]:
+    """Return requests that each ask to change one function of the held-out standard library, with its source."""
+    requests: list[str] = []
+    low, high = EDITED_LINES
+    for _, text in library.held_out_text():
+        of_module = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+                continue
+            lines = of_module[node.lineno - 1 : node.end_lineno]
+            if low <= len(lines) <= high:
+                source = textwrap.dedent("\n".join(lines))
+                task = EDITS[len(requests) % len(EDITS)].format(name=node.name)
+                requests.append(
+                    f"Here is a Python function:\n\n```python\n{source}\n```\n\n{task} Answer with the whole function."
+                )
+    return requests
+
 
 CONTEXT_LINES = 16
 CONTEXT_CHARACTERS = 800  # at most: about 250 tokens of code
@@ -68,8 +147,7 @@ def _questions(seed: int, ask: Ask) -> list[Question]:
     questions: list[Question] = []
     while modules and len(questions) < MOST:
         for module in list(modules):
-            question = next(module, None)
-            if question is None:
+            if (question := next(module, None)) is None:
                 modules.remove(module)
             else:
                 questions.append(question)
@@ -79,14 +157,13 @@ def _questions(seed: int, ask: Ask) -> list[Question]:
 def _module(draw: random.Random, text: str, ask: Ask) -> Iterator[Question]:
     lines = [line.rstrip() for line in text.splitlines()]
     alike: dict[int, list[str]] = {}
-    for line in sorted({line for line in lines if _is_code(line)}):
+    for line in sorted(filter(_is_code, set(lines))):
         alike.setdefault(_indent(line), []).append(line)
     places = [at for at in range(CONTEXT_LINES, len(lines)) if _is_code(lines[at])]
     draw.shuffle(places)
     for at in places:
         context = "\n".join(lines[at - CONTEXT_LINES : at])[-CONTEXT_CHARACTERS:]
-        question = ask(draw, lines[at], alike[_indent(lines[at])]) if context.strip() else None
-        if question is not None:
+        if context.strip() and (question := ask(draw, lines[at], alike[_indent(lines[at])])) is not None:
             yield question | {"context": context}
 
 

@@ -6,9 +6,9 @@ import points
 from points import RUN
 
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.record.point import Measurement, Repeat, compare
-from selfspec_cli.record.profiles import Profile
+from selfspec_cli.record.quality import Profile
+from selfspec_cli.record.statistics import RequestTimes
 
 CONFIG = {
     "model": {"name": "m", "path": "m", "dtype": "float32"},
@@ -76,7 +76,7 @@ def sweep_points(batches=(1, 4), thresholds=(4.0, 5.0, 6.0), lengths=(2, 4, 6)):
 
 
 def _category(speed):
-    """What `record.categories.measured` finds of one category, at a speed over plain decoding's."""
+    """What `record.statistics.by_category` finds of one category, at a speed over plain decoding's."""
     counts = {"requests": 15, "steps": 100, "accepted_at": [int(90 - 60 / speed), 20]}
     return counts | {"tok_s": [99.0 * speed, 100.0 * speed, 101.0 * speed], "tpot_ms": 10 / speed}
 

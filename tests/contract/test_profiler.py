@@ -10,7 +10,7 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from selfspec_cli.record.profiles import PARTS
+from selfspec_cli.record.quality import PARTS
 from selfspec_cli.stages.profile import PART_OF, PREFIX, breakdown
 from selfspec_cli.vllm_plugin.observe import profiler
 

@@ -9,7 +9,7 @@ from planted_checks import checks, of_counts, red
 
 from selfspec_cli.config import tuned
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.paths import conf_dir
+from selfspec_cli.config.paths import data_dir
 from selfspec_cli.record import folder
 
 pytestmark = pytest.mark.engine
@@ -53,7 +53,7 @@ def test_a_planted_fault_turns_it_red(run, fault):
 def test_a_stale_tuned_file_turns_it_red(run, tmp_path, monkeypatch):
     """A file of `selfspec tune` from a day on which another threshold was right."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(conf_dir(), tmp_path / "conf")
+    shutil.copytree(data_dir() / "conf", tmp_path / "conf")
     (cfg,) = compose_runs(None, ["model=reference", "layer=3", "k=4"], sweep=False)
     file = tmp_path / "tuned.yaml"
     text = FILE.read_text(encoding="utf-8")

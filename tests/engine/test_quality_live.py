@@ -12,7 +12,7 @@ from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.paths import reference_model_dir
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine.live import open_engine
-from selfspec_cli.record import profiles, quality
+from selfspec_cli.record import quality
 from selfspec_cli.stages import ppl, profile
 from selfspec_cli.texts import library
 
@@ -115,4 +115,4 @@ def test_the_parts_of_a_run_add_up_to_its_wall_time(model_dir, tmp_path, report)
     assert not {"trunk", "head", "gate", "draft"} & set(plain.seconds)
     assert {"trunk", "head", "gate", "draft", "verify", "sampler", "scheduler", "detokenise"} <= set(early.seconds)
     assert plain.kernels[0]["seconds"] > 0 and early.kernels[0]["calls"] > 24 / 4
-    assert len(profiles.newest(tmp_path)) == 2
+    assert len(quality.newest_profiles(tmp_path)) == 2

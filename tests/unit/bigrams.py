@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.engine.live import Generation
-from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.statistics import RequestTimes
 
 VOCAB = 64
 

@@ -17,7 +17,7 @@ from selfspec_cli import interrupts
 from selfspec_cli.config.schema import Method
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.engine import live
-from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.statistics import RequestTimes
 
 FAIL, START = os.environ.get("NOISY_FAIL", ""), float(os.environ.get("NOISY_START", "0"))
 

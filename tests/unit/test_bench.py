@@ -17,8 +17,8 @@ from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.engine import cores
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress
-from selfspec_cli.record.latency import RequestTimes, itl, quantiles, summary, tpot, ttft
 from selfspec_cli.record.point import output_digests
+from selfspec_cli.record.statistics import RequestTimes, itl, quantiles, summary, tpot, ttft
 from selfspec_cli.stages import measure
 
 WORK = WorkloadConfig(prompts="random", input_len=4, output_len=6, num_prompts=3, batch=2)

@@ -1,4 +1,4 @@
-"""Two sets of points side by side: what differs between them, and whether the difference is more than noise."""
+"""Two sets of points side by side, conditions on rows, `selfspec runs`, and `selfspec report` as text."""
 
 import csv
 import io
@@ -6,12 +6,15 @@ import json
 from dataclasses import replace
 
 import pytest
-from commands import call, done
+from commands import call, document, done
 from points import ARM, against, baseline, failed, point
 
 from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
-from selfspec_cli.record import folder
-from selfspec_cli.report import compare
+from selfspec_cli.record import columns, folder, statistics, tables
+from selfspec_cli.record.columns import chosen
+from selfspec_cli.record.statistics import RequestTimes
+from selfspec_cli.report import compare, figures, sources, table
+from selfspec_cli.report.table import Format
 
 LATER = "20261122-000000-bbbb"
 NEW = {"git": {"revision": "b" * 40, "dirty": False}, "versions": {"selfspec": "0.2.0"}}
@@ -140,3 +143,210 @@ def test_every_format_says_the_same(results):
     assert [len(line) for line in lines] == [11] * 3 and lines[2][5] == "faster"
     markdown = call("report", "--compare", "aaaa", "bbbb", "--format", "md").stdout
     assert "| arm" in markdown and "| dtype" in markdown
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = baseline()
+    slow = against(base, "3", 80.0, 81.0, 82.0, number=3)
+    for made in (base, against(base), failed("2", "out of memory", number=2), slow):
+        folder.save("results", made)
+    return tmp_path / "results"
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["gate=varH"], "123"),
+        (["gate=varH,none", "speedup>=1"], "1"),
+        (["arm!=layer_skip"], "0"),
+        (["status~MEMORY"], "2"),
+        (["gate="], "0"),
+        (["read_first="], "0123"),
+        (["machine~machine", "time>2027"], ""),
+        ([], "0123"),
+    ],
+)
+def test_conditions(place, words, keys):
+    rows = [tables.row(made) for made in folder.read(place)[0]]
+    assert "".join(sorted(row.key[0] for row in chosen(rows, words))) == keys
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("gaet=varH", "did you mean 'gate'"),
+        ("speedup>fast", "speedup is a number"),
+        ("varH", "cannot read"),
+        ("read_first=maybe", "true or false"),
+    ],
+)
+def test_conditions_that_mean_nothing(word, message):
+    with pytest.raises(ConfigError, match=message):
+        chosen([], [word])
+
+
+def test_list_and_show(place):
+    listed = call("runs", "list", "gate=varH", "speedup>1")
+    assert "1 point(s)" in listed.stdout and "varH ≤ 5" in listed.stdout and "1.50x" in listed.stdout
+    shown = call("runs", "show", "1111")
+    assert shown.exit_code == 0, shown.output
+    for text in ("selfspec sweep", "speedup", 'tok_s": 150.0', "git", "revision"):
+        assert text in shown.stdout
+    (one,) = document(call("runs", "show", "1111", "--json"))["points"]
+    assert one["row"]["speedup"] == 1.5 and len(one["repeats"]) == 3
+
+
+def test_a_name_that_is_not_unique_or_not_there_is_bad_input(place):
+    for words, message in ((["4444"], "no point's id begins"), ([""], "not unique")):
+        result = call("runs", "show", *words)
+        assert (result.exit_code, message in result.stderr) == (2, True)
+    for command in (("runs", "list"), ("report",), ("runs", "export")):
+        missing = call(*command, "results_dir=resultz")
+        assert (missing.exit_code, "there is no such folder; did you mean results?" in missing.stderr) == (2, True)
+    (place.parent / "empty").mkdir()
+    assert "holds no runs/" in call("runs", "list", "results_dir=empty").stderr
+
+
+def test_two_points_are_compared_by_the_beginnings_of_their_ids(place):
+    result = call("report", "--compare", "1111", "3333")
+    assert "slower" in result.stdout and "No setting, version or machine differs" in result.stdout
+    assert "no arm in common" in call("report", "--compare", "1111", "2222").stderr  # that one failed
+
+
+def test_delete_asks_first_and_makes_the_tables_again(place):
+    assert document(call("runs", "delete", "status~memory", "--dry-run", "--json"))["deleted"][0].startswith("2222")
+    refused = call("runs", "delete", "status~memory")
+    assert refused.exit_code == 2 and "--yes" in refused.stderr
+    assert len(list((place / "runs").glob("*.json"))) == 4
+    done = call("runs", "delete", "status~memory", "--yes")
+    assert done.exit_code == 0, done.output
+    assert len(list((place / "runs").glob("*.json"))) == 3
+    assert "memory" not in (place / "summary.csv").read_text()
+    assert document(call("runs", "delete", "0000", "--yes", "--json"))["deleted"][0].startswith("0000")
+    points, _ = folder.read(place)
+    assert points[0].compared_with.speedup == 1.5  # what was compared with it keeps its figures
+    assert "nothing was named" in call("runs", "delete", "--yes", "results_dir=results").stderr
+
+
+# ---- a report as text ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = baseline()
+    for made in (base, against(base), failed("2", "a | b", number=2), against(base, "3", arm=ARM | {"model": "m_1"})):
+        folder.save("results", made)
+
+
+def text(form, *more):
+    result = call("report", "--format", form, *more)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_markdown_is_a_table_for_a_pull_request(reported):
+    made = text("md")
+    assert made.startswith("Fastest") or "tables, each with" in made.splitlines()[0]
+    (row,) = [line for line in made.splitlines() if line.startswith("| E=4") and "150.0" in line][:1]
+    head = next(line for line in made.splitlines() if line.startswith("| arm"))
+    assert row.count("|") == head.count("|")
+    assert "out of" not in made and "failed: a | b" in made
+    assert "selfspec 0.1.0" in made
+
+
+def test_csv_is_the_record_and_json_has_null_for_what_was_not_measured(reported):
+    points, _ = folder.read("results")
+    assert text("csv") == columns.text(columns.Summary, [tables.row(point) for point in points])
+    assert len(list(csv.reader(io.StringIO(text("csv"))))) == 5
+    made = json.loads(text("json"))
+    assert [row["ppl"] for row in made["rows"]] == [None] * 4
+    assert not any("power_w" in row for row in made["rows"])
+    assert made["found"] and made["provenance"][0]["git revision"] == "a" * 10
+
+
+def test_only_rows_that_are_asked_for_with_the_baseline_that_they_were_compared_with(reported):
+    made = json.loads(text("json", "--where", "model=m", "--where", "speedup>1"))
+    assert [row["arm"] for row in made["rows"]] == ["baseline", "layer_skip"]
+    result = call("report", "--where", "gate=maxp")
+    assert result.exit_code == 2 and "none of the 4 points is so" in result.stderr
+    assert call("report", "--format", "pdf").exit_code == 2
+
+
+def request(category, seconds, steps):
+    """A request whose outputs are evenly spread; steps: tokens of each."""
+    times = tuple(seconds * (place + 1) / len(steps) for place in range(len(steps)))
+    return category, RequestTimes(0.0, times, sum(steps)), steps
+
+
+def runs(factor, steps):
+    """Three runs of one question of maths and two of translation, which takes twice as long."""
+    return [
+        [request("math", part / factor, steps), *[request("translation", 2 * part / factor, steps)] * 2]
+        for part in (1.0, 1.1, 0.9)
+    ]
+
+
+def test_a_category_has_the_speed_of_its_requests_and_what_its_steps_kept():
+    found = statistics.by_category(runs(1.0, [1, 3, 1, 2]))
+    assert [*found] == ["math", "translation", "all"]
+    assert [one["requests"] for one in found.values()] == [3, 6, 9]
+    assert found["math"]["tok_s"] == pytest.approx([7, 7 / 1.1, 7 / 0.9])
+    assert found["all"]["tok_s"] == pytest.approx([21 / 5, 21 / 5.5, 21 / 4.5])
+    assert (found["math"]["steps"], found["math"]["accepted_at"]) == (9, [6, 3])  # the first output is no step
+    unknown = statistics.by_category([[("", RequestTimes(0.0, (1.0, 2.0), 4), ())]])
+    assert [*unknown] == ["none", "all"] and "steps" not in unknown["none"]
+
+
+@pytest.fixture
+def by_category():
+    """A baseline and two arms by category, and a third arm of a workload without any."""
+    plain = baseline()
+    plain = replace(plain, engine=plain.engine | {"categories": statistics.by_category(runs(1.0, [1] * 7))})
+    twice = against(plain, "1")
+    twice = replace(twice, engine=twice.engine | {"categories": statistics.by_category(runs(2.0, [1, 3, 3]))})
+    slower = against(plain, "2", arm=twice.arm | {"k": 3})
+    slower = replace(slower, engine=slower.engine | {"categories": statistics.by_category(runs(0.5, [1, 2, 2, 2]))})
+    return sources.of_points([plain, twice, slower, against(plain, "3", arm=twice.arm | {"k": 2})])
+
+
+def test_rows_are_compared_with_the_same_category_of_the_baseline(by_category):
+    rows = {(row["point"][:1], row["category"]): row for row in tables.category_rows(by_category.points)}
+    assert len(rows) == 9
+    ours = rows["1", "math"]
+    assert ours["speedup"] == pytest.approx(2.0) and ours["low"] < 2.0 < ours["high"]
+    assert ours["tok_step"] == pytest.approx(3.0) and ours["accepted"] == [1.0, 1.0]
+    assert rows["2", "translation"]["speedup"] == pytest.approx(0.5)
+    assert (rows["0", "all"]["speedup"], rows["0", "all"]["tok_step"]) == (None, 1.0)
+
+
+def test_the_report_by_category_has_a_line_for_each_and_one_for_all(by_category):
+    ((_, head, body, notes),) = table.matrices(by_category)
+    assert [line[0] for line in body] == ["math", "translation", "all"]
+    assert head[:4] == ["category", "requests", "plain tok/s", "A speedup"]
+    assert body[0][3].startswith("2.00x (") and body[0][4:6] == ["3.00", "100% 100%"]
+    assert body[1][6].startswith("0.50x (")
+    assert [note[:2] for note in notes] == ["A:", "B:"]
+    assert "| translation" in table.by_category(by_category, Format.md)
+    lines = list(csv.DictReader(io.StringIO(table.by_category(by_category, Format.csv))))
+    assert len(lines) == 9 and {line["arm"] for line in lines} > {"baseline"}
+    assert len(json.loads(table.by_category(by_category, Format.json))) == 9
+    with pytest.raises(ConfigError, match="no point has categories"):
+        table.matrices(sources.of_points([baseline()]))
+
+
+@pytest.mark.slow
+def test_the_page_draws_each_category_with_its_interval(by_category):
+    (figure,) = [one for one in figures.of_sources(by_category) if one.name == "categories"]
+    (panel,) = figure.panels
+    first = panel.data[0]
+    assert (first["series"], first["category"], first["speedup"], first["accepted"]) == (
+        panel.data[2]["series"],
+        "math",
+        2.0,
+        1.0,
+    )
+    assert first["low"] < first["high"] and len(panel.data) == 6 and len(panel.colours) == 2
+    json.dumps(figure.spec())

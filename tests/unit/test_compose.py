@@ -13,24 +13,12 @@ from commands import one, refusal
 
 from selfspec_cli.commands.app import app
 from selfspec_cli.commands.screen import BAD_INPUT, RUN_FAILED, guard
-from selfspec_cli.config import compose, paths, tuned
+from selfspec_cli.config import compose, paths, schema, tuned
 from selfspec_cli.config.choices import NAMED_GROUPS, choices, experiment_files, unread_files
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.dumped import load_config
 from selfspec_cli.config.keys import Keys, digest
-from selfspec_cli.config.schema import (
-    GROUPS,
-    LAUNCHERS_WITH,
-    ConfigError,
-    GateConfig,
-    LauncherConfig,
-    Method,
-    RunConfig,
-    dump,
-    head_spec,
-    resolved,
-    to_plain,
-)
+from selfspec_cli.config.schema import GROUPS, ConfigError, Method, RunConfig, dump, resolved, to_plain
 from selfspec_cli.config.words import parse
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.stages.replicas import asked
@@ -68,13 +56,13 @@ def test_every_choice_composes_and_is_called_by_its_name():
             part = getattr(one(f"{group}={name}"), group)
             if group == "engine":
                 continue  # it composes; only its device says which it is
-            word = head_spec(part).name if group == "head" else getattr(part, "kind", None)
+            word = schema.head_spec(part).name if group == "head" else getattr(part, "kind", None)
             assert name in (getattr(part, "name", None), word)
 
 
 def test_the_choices_of_gates_and_heads_are_the_registries():
     assert choices("gate") == list(GATES)
-    assert not any(file.stem in NAMED_GROUPS for file in paths.conf_dir().iterdir())
+    assert not any(file.stem in NAMED_GROUPS for file in (paths.data_dir() / "conf").iterdir())
     head = one("head=translator_r7_bias").head
     assert (head.kind, head.rank, head.bias) == ("translator", 7, True)
     assert "a head of kind lens has no bias" in refusal("head=lens_bias")
@@ -171,7 +159,7 @@ def test_a_setting_that_the_launcher_does_not_use_is_refused(overrides, users):
 
 
 def test_every_launcher_setting_that_is_not_of_all_says_whose_it_is():
-    assert {"kind"} | set(LAUNCHERS_WITH) == {item.name for item in fields(LauncherConfig)}
+    assert {"kind"} | set(schema.LAUNCHERS_WITH) == {item.name for item in fields(schema.LauncherConfig)}
 
 
 @pytest.mark.parametrize(
@@ -277,6 +265,7 @@ def test_the_control_of_the_reference_model_is_in_the_repository_alone(elsewhere
         [],
         ["gate=varH", "tau_v=4.5", "layer=4", "vocab=4096"],
         ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "gate=maxp", "tau=1e-7"],
+        ["method=vllm", 'speculative={"method": "ngram", "prompt_lookup_max": 3}'],
     ],
 )
 def test_a_dumped_config_reloads_to_the_identical_config(overrides, elsewhere):
@@ -292,6 +281,9 @@ def test_overrides_apply_on_top_of_a_dumped_config(elsewhere):
     file.write_text(dump(one("model=llama3_8b", "gate=varH", "layer=4")))
     (cfg,) = compose_runs(None, ["model=reference", "k=3"], config=file)
     assert cfg == one("gate=varH", "layer=4", "k=3")
+    file.write_text(dump(one(*NGRAM)))
+    (deeper,) = compose_runs(None, ["speculative.prompt_lookup_max=5"], config=file)
+    assert deeper.speculative == one(*NGRAM).speculative | {"prompt_lookup_max": 5}
 
 
 def test_a_dumped_config_with_an_unknown_key_is_refused(elsewhere):
@@ -344,7 +336,7 @@ def test_exit_layer_and_draft_length_come_from_the_user_then_the_model_then_the_
 
 def test_tuned_goes_before_the_users_own_and_after_nothing(elsewhere):
     tuned.write(elsewhere / "conf", one(), ["layer=6", "k=7", "gate=margin", "threshold=0.2"], "a title")
-    assert one("tuned=reference") == resolved(RunConfig(layer=6, k=7, gate=GateConfig("margin"), threshold=0.2))
+    assert one("tuned=reference") == resolved(RunConfig(layer=6, k=7, gate=schema.GateConfig("margin"), threshold=0.2))
     assert [cfg.k for cfg in compose_runs(None, ["tuned=reference", "k=2,3"])] == [2, 3]
     assert "selfspec tune model=other" in refusal("tuned=other")
 

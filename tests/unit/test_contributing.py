@@ -51,7 +51,7 @@ def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
         "int4": {"defaults.py", "target_facts.py"},
         "int8": {"defaults.py"},
         "varH": {"sprint_aliases.py"},
-        "lsq": {"fit.py", "head_metadata.py", "head_files.py"},
+        "lsq": {"fit.py", "head_metadata.py", "model_files.py"},
         "window": {"ppl.py", "window.py"},
         "trace": {"profile.py"},
     }

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from commands import one
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.extras import install
@@ -14,29 +15,6 @@ PARAGRAPHS = [f"Paragraph {number}. " + "Words that a model could read. " * 30 f
 
 def encode(text):
     return [ord(letter) % 97 for letter in text]
-
-
-def test_plain_text_is_split_into_disjoint_blocks(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(PARAGRAPHS))
-    found = corpora.load(str(path))
-    assert found.name == str(path)
-    fitting, held_out = ({text for _, text in part} for part in (found.fitting, found.held_out))
-    assert held_out and len(fitting) > 5 * len(held_out)
-    assert not fitting & held_out
-    assert "\n\n".join(PARAGRAPHS[:3]) in found.held_out[0][1]
-
-
-def test_share_gpt_is_read_turn_by_turn(tmp_path):
-    entries = [
-        {"id": str(i), "conversations": [{"from": "human", "value": p}, {"from": "gpt", "value": "Yes."}]}
-        for i, p in enumerate(PARAGRAPHS)
-    ]
-    (tmp_path / "chats.json").write_text(json.dumps(entries))
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    texts = [corpora.load(str(tmp_path / name)) for name in ("chats.json", "chats.jsonl")]
-    assert [text for _, text in texts[0].fitting] == [text for _, text in texts[1].fitting]
-    assert texts[0].held_out[0][1].startswith(PARAGRAPHS[0] + "\n\nYes.\n\n")
 
 
 def test_a_conversation_is_a_document_to_score(tmp_path):
@@ -58,7 +36,9 @@ def test_a_text_is_scored_in_blocks_and_the_library_in_modules(tmp_path):
     blocks = corpora.documents(str(path), 1000)
     assert "\n\n".join(text for _, text in blocks) == "\n\n".join(PARAGRAPHS)
     assert min(len(text) for _, text in blocks[:-1]) >= corpora.BLOCK
-    assert corpora.documents(str(path), 1000, held_out=True)[0] == (f"{path} 0", corpora.load(str(path)).held_out[0][1])
+    found = corpora.load(str(path))
+    assert corpora.documents(str(path), 1000, held_out=True)[0] == (f"{path} 0", found.held_out[0][1])
+    assert found.name == str(path) and "\n\n".join(PARAGRAPHS[:3]) in found.held_out[0][1]
     assert corpora.documents("stdlib", 1000) == library.held_out_text()
     path.write_text(" \n\n ")
     for source, words in (("random", "no text"), (str(path), "no text to score"), ("gone.txt", "no such file")):
@@ -80,6 +60,11 @@ def test_the_standard_library_is_the_default_text():
     found = corpora.load("stdlib")
     assert found.held_out == library.held_out_text()
     assert not {name for name, _ in found.fitting} & set(library.HELD_OUT)
+    fitted = {text for _, text in found.fitting}
+    prose = library.prose_text()  # English that no head is fitted on
+    assert len(prose) > 20 and sum(len(text) for _, text in prose) > 100_000
+    assert not any(text in fitted for _, text in prose)
+    assert one("workload=prose").workload.prompts == "prose"
     counts = found.counts(encode, 97)
     assert corpora.COUNTED_CHARACTERS * 0.9 < counts.sum() <= corpora.COUNTED_CHARACTERS
     assert counts.argmax() == ord(" ")

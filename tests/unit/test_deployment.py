@@ -13,26 +13,16 @@ from commands import call, document, done, model_folder, refused
 from points import against, baseline
 
 from selfspec_cli.commands import deploying, serve
-from selfspec_cli.config import facts, tuned
+from selfspec_cli.config import facts, schema, tuned
 from selfspec_cli.config.compose import compose_runs, load_config
-from selfspec_cli.config.schema import (
-    ConfigError,
-    EngineConfig,
-    GateConfig,
-    HeadConfig,
-    Method,
-    ModelConfig,
-    RunConfig,
-    Runner,
-    to_plain,
-)
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, to_plain
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.engine import deployment
 from selfspec_cli.record import folder
 from selfspec_cli.stages import tune
 
 NAMES = ("file", "words", "environment")
-CUDA = EngineConfig(device="cuda")
+CUDA = schema.EngineConfig(device="cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +31,7 @@ def model(tmp_path, monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     config = {"num_hidden_layers": 8, "max_position_embeddings": 1024, "vocab_size": 64, "hidden_size": 4}
     model_folder(tmp_path / "model", **config)
-    return ModelConfig(name="small", path="model", dtype="bfloat16")
+    return schema.ModelConfig(name="small", path="model", dtype="bfloat16")
 
 
 def made(cfg, tmp_path):
@@ -119,7 +109,7 @@ def test_where_there_is_no_vllm_command_a_module_is_started(model, tmp_path, vll
 
 
 def test_the_line_survives_a_shell(model, tmp_path, vllm):
-    found = made(RunConfig(model=model, engine=CUDA, layer=2, runner=Runner.v2), tmp_path)
+    found = made(RunConfig(model=model, engine=CUDA, layer=2, runner=schema.Runner.v2), tmp_path)
     words = shlex.split(found.line())
     assert words[0] == "VLLM_USE_V2_MODEL_RUNNER=1"
     assert words[1:] == found.command()
@@ -173,7 +163,9 @@ def test_the_words_that_tune_ends_with_use_its_result(model, monkeypatch):
 
 
 def test_a_head_that_is_gone_is_said_and_fails_nothing(model, capsys):
-    found = deploying.chosen("fit", RunConfig(model=model, layer=2, head=HeadConfig("lsq"), results_dir="out"), 1.5)
+    found = deploying.chosen(
+        "fit", RunConfig(model=model, layer=2, head=schema.HeadConfig("lsq"), results_dir="out"), 1.5
+    )
     assert "selfspec fit-lsq --layer 2" in found["error"]
     deploying.show(found)
     assert "what to deploy cannot be said" in capsys.readouterr().err

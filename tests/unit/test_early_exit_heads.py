@@ -10,9 +10,9 @@ import torch
 from exit_heads import lens_head, lsq_head, translator_head
 from torch.nn import functional as F
 
-from selfspec_cli.config import head_files
+from selfspec_cli.config import model_files
 from selfspec_cli.config.facts import ModelFacts
-from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.model_files import head_folder
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import load_head, save_head
@@ -157,12 +157,12 @@ def fitted(cfg, kind="lsq", **more):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(head_files, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(model_files, "cache_dir", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "heads"
 
 
 def found(cfg):
-    return head_files.head_file(cfg, LAYER, WIDTH, TOKENS, lambda: COUNTS)
+    return model_files.head_file(cfg, LAYER, WIDTH, TOKENS, lambda: COUNTS)
 
 
 def test_a_lens_over_the_most_frequent_tokens(cfg):
@@ -195,7 +195,7 @@ def test_a_head_fitted_again_is_derived_again_whatever_its_time(cfg):
     small = replace(cfg, head=HeadConfig(kind="lsq"), vocab="3")
     first = found(small)
     head = fitted(cfg)
-    os.utime(head_files.full_head(small, LAYER), ns=(1, 1))
+    os.utime(model_files.full_head(small, LAYER), ns=(1, 1))
     assert found(small) != first
     assert torch.equal(load_head(found(small)).head.weight, head.weight[[0, 2, 6]])
 
@@ -255,7 +255,7 @@ def test_bad_lists_are_refused(cfg, tmp_path, text, words):
 
 def test_dummy_weights_need_no_text(cfg):
     cfg.model = replace(cfg.model, load_format="dummy")
-    path = head_files.head_file(replace(cfg, vocab="3"), LAYER, WIDTH, TOKENS, lambda: 1 / 0)
+    path = model_files.head_file(replace(cfg, vocab="3"), LAYER, WIDTH, TOKENS, lambda: 1 / 0)
     assert load_head(path).head.vocab_ids.tolist() == [0, 3, 6]
 
 
@@ -292,7 +292,7 @@ def test_a_folder_of_heads_and_a_legacy_file(cfg, tmp_path):
 
 
 def check(cfg, layer=LAYER, hidden=WIDTH, vocab_size=TOKENS):
-    head_files.check_head(cfg, layer, ModelFacts(hidden=hidden, vocab_size=vocab_size))
+    model_files.check_head(cfg, layer, ModelFacts(hidden=hidden, vocab_size=vocab_size))
 
 
 def test_a_head_of_another_layer_or_shape_is_refused_from_its_header(cfg):

@@ -171,13 +171,9 @@ def machine_with_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_a_run_on_the_cpu_of_a_machine_with_gpus_is_a_run_on_the_cpu(machine_with_gpus):
-    assert machine.device(RunConfig()) == machine.cpu()
-    assert "cores" in machine.cpu()
-
-
 def test_one_gpu_of_eight_is_one_gpu(machine_with_gpus, monkeypatch):
     assert machine.device(GPU) == "NVIDIA H200"
+    assert machine.device(RunConfig()) == machine.cpu() and "cores" in machine.cpu()
     two = replace(GPU, model=ModelConfig(tensor_parallel_size=2))
     assert machine.device(two) == "2x NVIDIA H200"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -190,9 +186,11 @@ def test_one_gpu_of_eight_is_one_gpu(machine_with_gpus, monkeypatch):
     ("wanted", "shown"),
     [(None, "abc"), ("1", "b"), ("2,0", "ca"), ("GPU-b", "b"), ("GPU-b2,0", "ba"), ("0,7,1", "a"), ("GPU-x", "")],
 )
-def test_cuda_visible_devices_is_read_as_cuda_reads_it(wanted, shown):
-    cards = [("GPU-a1", "a"), ("GPU-b2", "b"), ("GPU-c3", "c")]
-    assert "".join(machine.visible(cards, wanted)) == shown
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(wanted, shown, machine_with_gpus, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: [("GPU-a1", "a"), ("GPU-b2", "b"), ("GPU-c3", "c")])
+    if wanted is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+    assert "".join(machine.visible_gpus()) == shown
 
 
 def test_the_device_and_the_versions_are_part_of_a_key(monkeypatch):
@@ -209,18 +207,20 @@ def test_the_device_and_the_versions_are_part_of_a_key(monkeypatch):
         assert run_key(RunConfig()) == first  # decides nothing
 
 
-def commit(folder, *files):
-    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    for name in files:
-        subprocess.run(["git", "add", name], cwd=folder, check=True)
-    words = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"]
-    subprocess.run(words, cwd=folder, check=True)
+def commit(folder, file):
+    commit_ = ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "x"]
+    for words in (["init", "-q"], ["add", file], commit_):
+        subprocess.run(["git", *words], cwd=folder, check=True)
 
 
 def test_the_revision_is_that_of_a_repository_that_tracks_the_package(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "code.py").write_text("1")
+    assert machine.git_revision(str(package)) is None
+    (tmp_path / "theirs.py").write_text("1")
+    commit(tmp_path, "theirs.py")  # as of a wheel inside a user's repository
+    machine.git_revision.cache_clear()
     assert machine.git_revision(str(package)) is None
     commit(tmp_path, "package/code.py")
     machine.git_revision.cache_clear()
@@ -232,12 +232,3 @@ def test_the_revision_is_that_of_a_repository_that_tracks_the_package(tmp_path):
     (package / "code.py").write_text("2")
     machine.git_revision.cache_clear()
     assert machine.git_revision(str(package))["dirty"]
-
-
-def test_a_wheel_inside_a_users_repository_has_no_revision(tmp_path):
-    installed = tmp_path / ".venv" / "site-packages" / "selfspec_cli"
-    installed.mkdir(parents=True)
-    (installed / "code.py").write_text("1")
-    (tmp_path / "theirs.py").write_text("1")
-    commit(tmp_path, "theirs.py")
-    assert machine.git_revision(str(installed)) is None

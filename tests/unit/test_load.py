@@ -24,8 +24,8 @@ from selfspec_cli.load_patterns.base import LoadPattern
 from selfspec_cli.load_patterns.poisson import moments, poisson
 from selfspec_cli.load_patterns.trace import Request, asked_requests, is_trace
 from selfspec_cli.record import tables
-from selfspec_cli.record.latency import RequestTimes, ttft
 from selfspec_cli.record.point import Measurement, Repeat
+from selfspec_cli.record.statistics import RequestTimes, ttft
 from selfspec_cli.record.tables import asked as in_words
 from selfspec_cli.record.tables import searched
 from selfspec_cli.stages import load as stage

@@ -12,7 +12,7 @@ from points import BASELINE, baseline
 from selfspec_cli.commands import profile as shown
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import Method, ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.record import folder, profiles
+from selfspec_cli.record import folder, quality
 from selfspec_cli.report import figures, make, sources
 from selfspec_cli.stages import profile as stage
 
@@ -123,7 +123,7 @@ def made(key="0", run_id="20261122-000000-aaaa", **more):
         "kernels": [{"name": "aten::mm", "seconds": 0.5, "calls": 20}],
         "trace": "x.trace.json.gz",
     }
-    return profiles.Profile(**fields | more)
+    return quality.Profile(**fields | more)
 
 
 def test_the_newest_profile_of_a_key_is_shown_and_other_files_are_left_alone(tmp_path):
@@ -131,7 +131,7 @@ def test_the_newest_profile_of_a_key_is_shown_and_other_files_are_left_alone(tmp
     folder.save_profile(tmp_path, made(), b"new")
     (tmp_path / "profiles" / "torn.json").write_text('{"format": 1, "key"')
     (tmp_path / "profiles" / "other.json").write_text('{"format": 99}')
-    (found,) = profiles.newest(tmp_path).values()
+    (found,) = quality.newest_profiles(tmp_path).values()
     assert found == made()
     assert (tmp_path / "profiles" / "x.trace.json.gz").read_bytes() == b"new"
 
@@ -189,7 +189,7 @@ def test_one_arm_is_profiled_and_kept(tmp_path, monkeypatch):
     found, path = stage.run(cfg, open_engine=open_engine, tokens=64)
     assert found.tokens == 64 and found.key == run_key(cfg)
     assert sum(found.seconds.values()) == pytest.approx(found.wall) and found.kernels == kernels
-    assert profiles.newest(tmp_path)[found.key].name == path.stem == found.name
+    assert quality.newest_profiles(tmp_path)[found.key].name == path.stem == found.name
     assert (path.parent / found.trace).read_bytes() == packed
 
 

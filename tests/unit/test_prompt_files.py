@@ -4,7 +4,6 @@ import ast
 import gzip
 import json
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from jinja2 import Environment, TemplateError
@@ -12,9 +11,8 @@ from jinja2 import Environment, TemplateError
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, WorkloadConfig
-from selfspec_cli.engine.live import Engine
 from selfspec_cli.stages import preflight
-from selfspec_cli.texts import chat, prompt_files
+from selfspec_cli.texts import prompt_files, questions
 from selfspec_cli.texts.prompt_files import Prompt, drawn, encoded, read
 from selfspec_cli.texts.prompts import Tokens, workload_prompts, workload_turns
 
@@ -129,33 +127,32 @@ def test_a_chat_that_is_too_long_keeps_the_end_of_its_template():
     assert plain == [7] * 40
 
 
+class Letters:
+    """A tokenizer whose tokens are bytes."""
+
+    max_model_len, vocab_size, has_template = 100, 256, True
+
+    def encode(self, text):
+        return [*text.encode()]
+
+    def chat(self, said):
+        return [*"|".join([said] if isinstance(said, str) else said).encode()]
+
+    def answer(self, ids):
+        return bytes(ids).decode()
+
+
 def test_a_workload_takes_its_prompts_from_the_file(tmp_path):
-    class Letters:
-        max_model_len, vocab_size, has_template = 1000, 256, False
-
-        def encode(self, text):
-            return [*text.encode()]
-
     file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
     work = WorkloadConfig(input_len=4, output_len=4, num_prompts=2, prompts=file)
-    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), Letters())
+    tokens = Letters()
+    tokens.has_template = False
+    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), tokens)
     assert sorted(found) == sorted([[*b"one"], [*b"thre"]])
     assert prompt_files.is_prompt_file(file) and not prompt_files.is_prompt_file("notes.txt")
 
 
 def test_a_later_turn_follows_the_answers_before_it_and_has_its_category(tmp_path):
-    class Letters:
-        max_model_len, vocab_size, has_template = 100, 256, True
-
-        def encode(self, text):
-            return [*text.encode()]
-
-        def chat(self, said):
-            return [*"|".join([said] if isinstance(said, str) else said).encode()]
-
-        def answer(self, ids):
-            return bytes(ids).decode()
-
     rows = [{"turns": ["a", "b", "c"], "category": "x"}, {"turns": ["d"], "category": "y"}]
     work = WorkloadConfig(input_len=20, output_len=4, num_prompts=2, prompts=jsonl(tmp_path / "q.jsonl", rows))
     cfg, tokens = RunConfig(workload=work), Letters()
@@ -196,26 +193,28 @@ WITH_TOOLS = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
 MESSAGES = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
 
 
-class Template(Tokens):
-    """A tokenizer whose tokens are characters, with a chat template."""
+class Tokenizer:
+    """Its tokens are characters."""
 
-    max_model_len, vocab_size = 10_000, 0x110000
-    has_template = True
-
-    def __init__(self, template, system=True):
-        self.template, self.system = Environment().from_string(template), system
-
-    @property
-    def tokenizer(self):
-        return self
+    def __init__(self, template, system):
+        self.chat_template, self.system = template, system
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt, tools=None):
+        assert not tokenize and add_generation_prompt
         if messages[0]["role"] == "system" and not self.system:
             raise TemplateError("system role not supported")
-        return self.template.render(messages=messages, tools=tools)
+        return Environment().from_string(self.chat_template).render(messages=messages, tools=tools)
 
-    def encode(self, text, **_):
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
         return [*map(ord, text)]
+
+
+class Template(Tokens):
+    cfg, max_model_len, vocab_size, tokenizer = RunConfig(), 10_000, 0x110000, None
+
+    def __init__(self, template, system=True):
+        self.tokenizer = Tokenizer(template, system)
 
 
 def text_of(ids):
@@ -298,58 +297,41 @@ def test_the_workload_asks_the_file_that_its_path_names(tmp_path):
 # ---- questions of chats ----------------------------------------------------------------------------------------------
 
 
-class Tokenizer:
-    chat_template = "{{ messages }}"
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        assert not tokenize and add_generation_prompt
-        return "<user>" + messages[0]["content"] + "<assistant>"
-
-    def encode(self, text, add_special_tokens):
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
-
-
-def engine(cfg, tokenizer):
-    model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 256)
-    return Engine(SimpleNamespace(get_tokenizer=lambda: tokenizer, model_config=model), cfg, 4, 0.0, 0.0, 0.0)
-
-
 def asked(cfg):
-    return ["".join(map(chr, prompt)) for prompt in workload_prompts(cfg, engine(cfg, Tokenizer()))]
+    return [*map(text_of, workload_prompts(cfg, Template("<user>{{ messages[0].content }}<assistant>")))]
 
 
 @pytest.mark.parametrize("kind", ["chat", "coding", "edits"])
 def test_questions_are_asked_through_the_template_and_chosen_by_name(kind):
     words = [f"workload={kind}", "workload.input_len=4000", "workload.output_len=64", "workload.num_prompts=16"]
     texts = asked(compose_runs(overrides=words, sweep=False)[0])
-    assert texts == [f"<user>{question}<assistant>" for question in chat.chosen(16, 0, kind)]
+    assert texts == [f"<user>{question}<assistant>" for question in questions.chosen(16, 0, kind)]
     assert len(set(texts)) == 16
-    assert kind == "chat" or not set(chat.chosen(16, 0, kind)) & set(chat.chosen(16, 0))
+    assert kind == "chat" or not set(questions.chosen(16, 0, kind)) & set(questions.chosen(16, 0))
 
 
 def test_questions_are_distinct_and_another_seed_asks_others():
-    assert len(set(chat.QUESTIONS)) == len(chat.QUESTIONS)
-    first, second = chat.chosen(16, 0), chat.chosen(32, 1)
+    assert len(set(questions.QUESTIONS)) == len(questions.QUESTIONS)
+    first, second = questions.chosen(16, 0), questions.chosen(32, 1)
     assert not set(first) & set(second) and len(set(second)) == 32
-    assert chat.chosen(60, 0)[48:] == chat.chosen(12, 0)
+    assert questions.chosen(60, 0)[48:] == questions.chosen(12, 0)
 
 
 def test_a_model_without_a_template_and_a_prompt_that_is_too_long_are_refused():
     cfg = compose_runs(overrides=["workload=chat", "workload.input_len=20"], sweep=False)[0]
     with pytest.raises(ConfigError, match=r"no chat template.* take workload.prompts=heldout"):
-        workload_prompts(cfg, engine(cfg, SimpleNamespace(chat_template=None)))
+        workload_prompts(cfg, Template(None))
     with pytest.raises(ConfigError, match=r"workload.input_len=20: the longest chat prompt has \d+ tokens"):
         asked(cfg)
 
 
 def test_an_edit_names_one_change_and_shows_the_function():
-    found = chat.edits()
+    found = questions.edits()
     assert len(found) > 100
     for request in found:
         source = request.split("```python\n")[1].split("\n```")[0]
         (function,) = compile(source, "edit", "exec", flags=ast.PyCF_ONLY_AST).body
-        assert chat.EDITED_LINES[0] <= len(source.splitlines()) <= chat.EDITED_LINES[1]
+        assert questions.EDITED_LINES[0] <= len(source.splitlines()) <= questions.EDITED_LINES[1]
         assert request.endswith("Answer with the whole function.")
         if "_renamed" in request:
             assert f"`{function.name}_renamed`" in request
@@ -361,4 +343,4 @@ def test_questions_about_files_fill_the_prompt_with_code_and_begin_apart():
     assert len(texts) == 8 and all(1900 <= len(text) <= 2000 for text in texts)
     beginnings = {text.split("```python\n")[1][:200] for text in texts}
     assert len(beginnings) == 8, "no two may share their keys and values"
-    assert [text.removesuffix("<assistant>").split("\n```\n\n")[-1] for text in texts] == [*chat.ABOUT_FILES]
+    assert [text.removesuffix("<assistant>").split("\n```\n\n")[-1] for text in texts] == [*questions.ABOUT_FILES]

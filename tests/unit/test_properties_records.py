@@ -13,8 +13,8 @@ from properties import settings as _profile  # noqa: F401 (loads the profile)
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.record import columns, folder, tables
 from selfspec_cli.record.columns import AcceptRow, Summary
-from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.record.point import Comparison, Point, Repeat, from_json, point_id, to_json
+from selfspec_cli.record.point import Comparison, Point, Repeat, from_json, to_json
+from selfspec_cli.record.statistics import RequestTimes
 
 # Four points of any content take long to make smaller, and the difference of two tables says enough.
 many_files = settings(
@@ -68,7 +68,7 @@ def points(draw, key=None, run=None, number=0):
     )
     ok = draw(st.booleans())
     return Point(
-        point_id(key, run),
+        f"{key}-{run}",
         key,
         run,
         number,

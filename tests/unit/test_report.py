@@ -1,3 +1,5 @@
+"""Tables, headlines and the page of a report; targets stand in experiment files, and decide nothing."""
+
 import base64
 import gzip
 import json
@@ -10,12 +12,13 @@ import pytest
 from points import BASELINE, against, baseline, failed, point
 from rich.console import Console
 
+from selfspec_cli.config.choices import experiment_files
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.columns import Record
-from selfspec_cli.record.targets import Target
-from selfspec_cli.report import details, figures, page, rows, sources, table
-from selfspec_cli.report import make as report
+from selfspec_cli.record.targets import Target, experiments_of, less_is_better, targets_of
+from selfspec_cli.report import figures, make, page, rows, sources, table
+from selfspec_cli.report.table import wish
 
 BASE = Record(
     run_id="r",
@@ -89,7 +92,7 @@ def test_a_failed_arm_is_named_with_its_reason():
 
 
 def shown(row):
-    return dict(zip(table.COLUMNS, table.cells(row), strict=True))
+    return dict(zip(table.COLUMNS, table.cells(row, table.COLUMNS), strict=True))
 
 
 def test_what_was_not_measured_is_blank_and_not_zero():
@@ -198,6 +201,7 @@ def test_an_arm_that_was_timed_on_a_busy_machine_is_marked(own, others, mark):
 
 NEAR = arm("near", 1.55, 1.45, 1.7, threshold=4.0)
 SLOW = arm("slow", 1.1, 0.95, 1.3, threshold=9.0)
+RIVAL = replace(arm("rival", 2.0, 1.9, 2.1), arm="vllm", speculative="ngram")
 
 
 BARE = [replace(row, speedup_low=None, speedup_high=None) for row in (ARM, SLOW)]
@@ -214,6 +218,7 @@ BARE = [replace(row, speedup_low=None, speedup_high=None) for row in (ARM, SLOW)
         ([SLOW], "its interval holds 1, so it may be no faster than the baseline"),
         ([arm("slower", 0.9, 0.88, 0.92)], "its whole interval is below 1, so it is slower than the baseline"),
         ([ARM, replace(ARM, arm="skip", speedup=9.0)], "Fastest verified arm: 1.50x"),
+        ([ARM, RIVAL], "Fastest verified arm: 2.00x (1.90x to 2.10x) the baseline (vLLM ngram k=5"),
         ([replace(ARM, arm="skip"), FAILED], "No verified arm"),
         (BARE, "Greatest speedup measured: 1.50x the baseline"),
         (BARE, "no interval, because repeats were not kept."),
@@ -256,12 +261,12 @@ def results(tmp_path):
 @pytest.mark.slow
 def test_the_stage_writes_the_page_and_the_figures_that_are_asked_for(results, tmp_path):
     (results / "summary.csv").write_text("garbage\n" * 400)  # nothing reads it
-    made, file, pictures = report.run(results, tmp_path / "out")
+    made, file, pictures = make.run(results, tmp_path / "out")
     assert (file, pictures) == (tmp_path / "out" / "report.html", [])
     assert (len(made.rows), made.warnings) == (3, [])
     assert "&lt;no&gt; memory" not in file.read_text()  # it is data: packed, and set as text by the browser
     assert unpacked(file)["table"]["points"] == [row.point for row in made.rows]
-    files = report.run(results, tmp_path / "out", files=True)[2]
+    files = make.run(results, tmp_path / "out", files=True)[2]
     assert {file.suffix for file in files} == {".svg", ".png"}
     assert all(file.stat().st_size > 3000 for file in files)
 
@@ -274,19 +279,19 @@ def unpacked(file):
 
 @pytest.mark.slow
 def test_the_page_makes_no_request_and_escapes(results, tmp_path):
-    text = report.run(results, tmp_path)[1].read_text()
+    text = make.run(results, tmp_path)[1].read_text()
     visible = re.sub(r'(?s)<script type="text/plain".*?</script>', "", text)
     assert not re.search(r"""(src|href)=["'](?!data:|#)|@import|url\(|fetch\(|https?://""", visible)
     assert len(text) < page.LIMIT
     hostile = replace(baseline(), device="<img src=x onerror=alert(1)>")
     folder.save(tmp_path / "hostile", hostile)
-    text = report.run(tmp_path / "hostile", tmp_path)[1].read_text()
+    text = make.run(tmp_path / "hostile", tmp_path)[1].read_text()
     assert "<img" not in text and "&lt;img src=x" in text
 
 
 def test_a_row_opens_everything_that_is_kept_of_it(results):
     found = sources.read(results)
-    shown = details.details(found)
+    shown = page.details(found)
 
     def section(made, title):
         (parts,) = [parts for name, *parts in made if name == title]
@@ -320,18 +325,18 @@ def test_a_figure_of_very_many_panels_says_what_it_leaves_out(results, monkeypat
 
 def test_no_points_say_how_to_make_some(tmp_path):
     with pytest.raises(ConfigError, match="selfspec sweep"):
-        report.run(tmp_path, tmp_path)
+        make.run(tmp_path, tmp_path)
 
 
 def test_provenance_is_every_points_own():
     """A later run, of another version, does not lend its provenance to the points of the first."""
     newer = {"versions": {"selfspec": "0.2.0"}, "git": {"revision": "b" * 40, "dirty": True}}
     points = [baseline(), against(baseline()), failed("1", run_id="20261122-000000-bbbb", **newer)]
-    first, second = details.provenance(points)
+    first, second = table.provenance(points)
     assert (first["versions"], first["git revision"], first["date"]) == ("selfspec 0.1.0", "a" * 10, "2026-11-21")
     assert first["runs"] == "20261121-000000-aaaa (selfspec sweep)"
     assert (second["versions"], second["git revision"]) == ("selfspec 0.2.0", "b" * 10 + " with changes")
-    (bare,) = details.provenance([point(versions={}, git=None, command=None)])
+    (bare,) = table.provenance([point(versions={}, git=None, command=None)])
     assert bare.keys() == {"machine", "date", "points", "runs"}
 
 
@@ -390,3 +395,99 @@ def test_a_rivals_label_can_be_broken_and_a_line_through_lengths_has_none():
     assert rows.label(rival) == "vLLM ngram k=4 · prompt_lookup_max=4 · prompt_lookup_min=1"
     assert rows.label(replace(rival, k=None)) == "vLLM ngram · prompt_lookup_max=4 · prompt_lookup_min=1"
     assert rows.label(replace(rival, arm="draft_model", E=3, k=None)) == "vLLM draft_model of 3 layers"
+
+
+MINE = """
+overrides: [gate=varH]
+targets:
+  - for: {arm: layer_skip, gate: varH}
+    tok_s: 820
+    baseline_tok_s: 400
+    delta_ppl: [0.18, 1.5]
+    source: a paper
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").mkdir()
+
+    def write(text):
+        (tmp_path / "experiments" / "mine.yaml").write_text(text)
+
+    write(MINE)
+    return write
+
+
+def by(experiment, key="1", **more):
+    return point(key, command=["selfspec", "sweep", f"experiment={experiment}"], **more)
+
+
+def test_a_target_is_a_ratio_where_the_baseline_of_its_source_is_known(mine):
+    (target,) = targets_of([by("mine"), by("mine", "2")])
+    assert target.values == {"speedup": (2.05, 2.05), "delta_ppl": (0.18, 1.5)}
+    assert (target.experiment, target.source) == ("mine", "a paper")
+
+
+def test_points_of_other_commands_have_no_target(mine):
+    assert targets_of([baseline(), point(command=None)]) == []
+    assert targets_of([by("deleted_since")]) == []
+    assert experiments_of(by("m0_baseline,mine")) == ["m0_baseline", "mine"]
+
+
+def test_the_sprints_targets_are_in_its_experiments_and_ask_no_arm_for_what_it_cannot_have():
+    known = [target for name in experiment_files() for target in targets_of([by(name)])]
+    names = ["m0_baseline", "m1_skip", "m2_lsq", "m3_maxp", "m4_varh", "m_qwen"]
+    assert sorted({one.experiment for one in known}) == names
+    speedups = sorted((one.experiment, round(one.values["speedup"][0], 3)) for one in known if "speedup" in one.values)
+    assert speedups == [("m2_lsq", 1.525), ("m3_maxp", 1.8), ("m4_varh", 2.05), ("m_qwen", 1.8), ("m_qwen", 2.05)]
+    assert all(one.source for one in known)
+    assert {one.arm.get("arm") for one in known if "accept_rate" in one.values} == {"layer_skip"}, (
+        "others draft nothing"
+    )
+    assert not any("speedup" in one.values for one in known if one.arm.get("arm") == "baseline"), "compared with itself"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("overrides: []\ntargets: 5", "must be a list of mappings"),
+        ("overrides: []\ntargets: [{for: 5}]", "must map columns"),
+        ("overrides: []\ntargets: [{for: {gaet: varH}}]", "did you mean 'gate'"),
+        ("overrides: []\ntargets: [{accept_rat: 0.4}]", "did you mean 'accept_rate'"),
+        ("overrides: []\ntargets: [{accept_rate: many}]", "accept_rate='many'"),
+        ("overrides: []\ntarget: []", "did you mean 'targets'"),
+    ],
+)
+def test_a_target_that_cannot_be_understood_is_bad_input(mine, text, message):
+    mine(text)
+    with pytest.raises(ConfigError, match=message):
+        targets_of([by("mine")])
+
+
+def test_money_failures_and_perplexity_are_better_where_they_are_less():
+    assert all(map(less_is_better, ("failed_requests", "ppl_of_greedy", "delta_ppl_high", "tpot_p99_ms")))
+    assert not any(map(less_is_better, ("speedup", "goodput", "k", "load_share", "window")))
+
+
+def test_what_is_reached_depends_on_which_way_is_better():
+    target = Target("e", {"arm": "layer_skip"}, {"speedup": (2, 2), "ttft_ms": (120, 120)})
+    row = tables.row(point())
+    row.speedup, row.ttft_ms = 2.1, 130.0
+    assert (target.reached(row, "speedup"), target.reached(row, "ttft_ms")) == (True, False)
+    row.ttft_ms = None
+    assert target.reached(row, "ttft_ms") is None
+    row.acceptance_length = 3.0
+    assert not target.is_for(row)
+    assert (wish("speedup", 2, 2), wish("ttft_ms", 120, 120)) == ("speedup ≥ 2.00x", "ttft_ms ≤ 120")
+    assert wish("delta_ppl", 0.18, 1.5) == "delta_ppl +0.18 to +1.50"
+
+
+def test_the_page_says_what_was_reached_and_has_no_targets_without_an_experiment(mine):
+    rows = page.targets(sources.of_points([by("mine")]))
+    assert [(one["target"], one["measured"], one["reached"]) for one in rows] == [
+        ("speedup ≥ 2.05x", "not measured", ""),
+        ("delta_ppl +0.18 to +1.50", "not measured", ""),
+    ]
+    assert page.targets(sources.of_points([baseline()])) == []

@@ -4,35 +4,19 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
+from commands import one, refused
 
-from selfspec_cli.commands.app import app
-from selfspec_cli.config import keys, speculative
+from selfspec_cli.config import keys, schema, speculative
 from selfspec_cli.config.choices import file_choices
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.config.dumped import load_config
-from selfspec_cli.config.schema import (
-    ConfigError,
-    EngineConfig,
-    GateConfig,
-    Method,
-    ModelConfig,
-    RunConfig,
-    dump,
-)
+from selfspec_cli.config.schema import ConfigError, Method, ModelConfig, RunConfig
 from selfspec_cli.engine.deployment import deployment, shallow_model, speculative_config
 from selfspec_cli.record import tables
-from selfspec_cli.report.rows import fastest, headline, label
+from selfspec_cli.report.rows import label
 from selfspec_cli.stages import preflight
-from selfspec_cli.texts import library
 
 NGRAM = ["method=vllm", "speculative=ngram"]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16, "max_position_embeddings": 64}
-
-
-def one(*words: str) -> RunConfig:
-    (cfg,) = compose_runs(overrides=words, sweep=False)
-    return cfg
 
 
 @pytest.fixture
@@ -133,25 +117,6 @@ def test_it_is_a_row_with_a_label_of_its_own(draft):
     assert label(tables.planned(one(*NGRAM))) == "vLLM ngram k=4 · prompt_lookup_max=4 · prompt_lookup_min=1"
 
 
-def test_the_sentence_of_a_report_names_another_method_where_it_wins():
-    ours = replace(
-        tables.planned(one("method=layer_skip")), status="ok", speedup=1.5, speedup_low=1.4, speedup_high=1.6
-    )
-    theirs = replace(tables.planned(one(*NGRAM)), status="ok", speedup=2.0, speedup_low=1.9, speedup_high=2.1)
-    skip = replace(ours, arm="skip", speedup=9.0, speedup_low=8.9, speedup_high=9.1)
-    assert fastest([ours, theirs, skip]) == ([theirs], True)
-    assert "vLLM ngram" in headline([ours, theirs])
-
-
-def test_a_config_that_was_written_down_is_read_as_it_was(tmp_path):
-    cfg = one("method=vllm", 'speculative={"method": "ngram", "prompt_lookup_max": 3}')
-    file = tmp_path / "config.yaml"
-    file.write_text(dump(cfg))
-    assert load_config(file) == cfg
-    (again,) = compose_runs(config=file, overrides=["speculative.prompt_lookup_max=5"], sweep=False)
-    assert again.speculative == {"method": "ngram", "prompt_lookup_max": 5}
-
-
 def test_a_server_is_started_with_it(draft, tmp_path, monkeypatch):
     monkeypatch.chdir(draft.parent)
     cfg = one("method=vllm", "speculative=draft_model", "speculative.model=./small", "k=3")
@@ -175,9 +140,7 @@ def test_a_server_is_started_with_it(draft, tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_had_is_refused_before_an_engine_starts(words, expected):
-    result = CliRunner().invoke(app, ["bench", *words, "--dry-run"])
-    assert result.exit_code == 2
-    assert expected in result.stderr
+    assert expected in refused("bench", *words, "--dry-run")
 
 
 def test_suffix_decoding_needs_its_package(monkeypatch):
@@ -195,18 +158,10 @@ def test_suffix_decoding_that_remembers_answers_is_warned_of():
     assert "remembers the answers" in warning
 
 
-def test_prose_is_english_that_no_head_is_fitted_on():
-    found = library.prose_text()
-    fitted = {text for _, text in library.fitting_text()}
-    assert len(found) > 20 and sum(len(text) for _, text in found) > 100_000
-    assert not any(text in fitted for _, text in found)
-    assert one("workload=prose").workload.prompts == "prose"
-
-
 # ---- keys and drafts of other methods --------------------------------------------------------------------------------
 
 
-GPU = RunConfig(engine=EngineConfig(device="cuda"), layer=3, k=4, gate=GateConfig("varH"), threshold=5.0)
+GPU = RunConfig(engine=schema.EngineConfig(device="cuda"), layer=3, k=4, gate=schema.GateConfig("varH"), threshold=5.0)
 
 
 @pytest.mark.parametrize("method", [Method.layer_skip, Method.draft_model])

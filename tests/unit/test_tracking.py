@@ -16,7 +16,7 @@ from selfspec_cli.commands.measuring import tracked
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerConfig
 from selfspec_cli.record import columns, folder, quality, tables, tracking
 from selfspec_cli.record.columns import header
-from selfspec_cli.record.latency import ttft
+from selfspec_cli.record.statistics import ttft
 from selfspec_cli.record.tracking import open_tracker
 from selfspec_cli.report import make
 

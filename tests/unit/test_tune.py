@@ -18,7 +18,7 @@ from test_early_exit_replay import COSTS, make
 from selfspec_cli import interrupts
 from selfspec_cli.commands import configs
 from selfspec_cli.config import schema
-from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.model_files import head_folder
 from selfspec_cli.config.schema import (
     ConfigError,
     GateConfig,

@@ -10,7 +10,7 @@ from commands import one, refusal
 from safetensors.torch import save_file
 
 from selfspec_cli.config import tuned
-from selfspec_cli.config.model_digest import folder_name, head_folder, model_fingerprint
+from selfspec_cli.config.model_files import folder_name, head_folder, model_fingerprint
 
 WORDS = ["layer=6", "k=7", "gate=margin", "threshold=0.2"]
 

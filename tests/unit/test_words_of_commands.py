@@ -16,7 +16,7 @@ from selfspec_cli.commands import serve
 from selfspec_cli.commands.options import verdict
 from selfspec_cli.commands.screen import in_words
 from selfspec_cli.commands.shared import complete
-from selfspec_cli.config import choices, model_digest, options, paths
+from selfspec_cli.config import choices, model_files, options, paths
 from selfspec_cli.config.schema import GROUPS, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.gates import GATES
@@ -161,7 +161,7 @@ def test_choices_and_presets_are_offered(word, expected):
 def test_models_that_were_tuned_are_offered(tmp_path, monkeypatch):
     folder = tmp_path / "conf" / choices.TUNED
     folder.mkdir(parents=True)
-    (folder / f"mine-{'0' * model_digest.SHORT}.yaml").touch()
+    (folder / f"mine-{'0' * model_files.SHORT}.yaml").touch()
     monkeypatch.chdir(tmp_path)
     assert offered("tuned=") == ["tuned=mine"]
 

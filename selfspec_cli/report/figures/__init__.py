@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from selfspec_cli.record.columns import Record
 from selfspec_cli.report import rows as names
-from selfspec_cli.report.figures import drafts, quality, speed, under_load
+from selfspec_cli.report.figures import drafts, speed, under_load
 from selfspec_cli.report.figures.base import LOSSY, PLAIN, RIVALS, SERIES, Figure, Panel, name_of
 from selfspec_cli.report.rows import Group, groups
 from selfspec_cli.report.sources import Sources
@@ -23,10 +23,10 @@ def of_sources(sources: Sources) -> list[Figure]:
         *under_load.users_and_gpus(by_load),
         *under_load.waits(by_load),
         *under_load.over_time(sources.points),
-        *quality.identical(together, sources.points),
+        *drafts.identical(together, sources.points),
         *speed.throughput(together),
         *speed.by_category(together, sources.points),
-        *quality.perplexities(together),
+        *drafts.perplexities(together),
         *drafts.against(together, "threshold"),
         *drafts.against(together, "k"),
         *drafts.positions(together, sources.accepts),
@@ -37,10 +37,8 @@ def of_sources(sources: Sources) -> list[Figure]:
 
 
 def _headline_first(together: list[Group], families: Sequence[under_load.Family]) -> list[Group]:
-    """Groups in the order of the families by load that they belong to, then the others, the last measured first.
-
-    So every figure of a page begins with the workload of its first figure.
-    """
+    """Groups in the order of the families by load that they belong to, then the others, the last measured first. So
+    every figure of a page begins with the workload of its first figure."""
     places = {row.point: place for place, family in reversed(list(enumerate(families))) for row in family.rows}
     ranked = [min(places.get(row.point, len(families)) for row in group.rows) for group in together]
     order = sorted(range(len(together)), key=lambda at: (ranked[at], at if ranked[at] < len(families) else -at))
@@ -48,11 +46,9 @@ def _headline_first(together: list[Group], families: Sequence[under_load.Family]
 
 
 def coloured(figures: Sequence[Figure], rows: Iterable[Record]) -> list[Figure]:
-    """Figures whose panels say which colour each name has.
-
-    An arm has one colour everywhere. Two arms of one panel have different colours as long as there are enough. A line
-    through arms of several thresholds has the colour of the first of them.
-    """
+    """Figures whose panels say which colour each name has. An arm has one colour everywhere. Two arms of one panel have
+    different colours as long as there are enough. A line through arms of several thresholds has the colour of the first
+    of them."""
     rows = list(rows)
     arms = {row.point: name_of(row) for row in rows}
     kinds = {arms[row.point]: row.arm for row in rows}

@@ -23,20 +23,8 @@ load. `Panel` has them, and whoever draws a panel puts them in (`with_panel`, an
 line of a legend has room for."""
 PLAIN, LOSSY, RED = "#84909c", "#b7791f", "#d64550"
 RIVALS = ["#958a7c", "#6c7781", "#7f8a80", "#8f8296"]
-SERIES = [
-    "#3b82c4",
-    "#c2681f",
-    "#2f9e77",
-    "#9b6bd3",
-    "#c9518d",
-    "#7d8a2e",
-    "#2a97a8",
-    "#a8664b",
-    "#6f7fd1",
-    "#b0577a",
-    "#4f9a4a",
-    "#8a6fb0",
-]
+SERIES = ["#3b82c4", "#c2681f", "#2f9e77", "#9b6bd3", "#c9518d", "#7d8a2e"]
+SERIES += ["#2a97a8", "#a8664b", "#6f7fd1", "#b0577a", "#4f9a4a", "#8a6fb0"]
 """All colours stand out from a white and from a dark page. Greys: plain decoding and vLLM's own methods."""
 STEP = 36  # pixels for a bar and the text above it
 SPACE, LETTER = "\u2003", 6.6  # between a value and a name; pixels of a letter, on average
@@ -47,11 +35,8 @@ LONGEST = 40  # bars of one panel; the rest are in the table
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of data of a figure.
-
-    group: what it has in common with other panels. points: ids of the points in it. axis: title of the axis of load.
-    colours: of each name that is drawn, in the order of a legend (`figures.coloured`).
-    """
+    """One set of data of a figure. group: what it has in common with other panels. points: ids of the points in it.
+    axis: title of the axis of load. colours: of each name, in the order of a legend (`figures.coloured`)."""
 
     group: str
     name: str
@@ -74,10 +59,7 @@ class Figure:
 
     def spec(self) -> dict[str, Any]:
         """The chart as Vega-Lite, without data."""
-        spec: dict[str, Any] = self.chart.to_dict()
-        for unused in ("config", "datasets"):
-            spec.pop(unused, None)
-        return spec
+        return {name: part for name, part in self.chart.to_dict().items() if name not in ("config", "datasets")}
 
 
 def with_panel(spec: dict[str, Any], panel: Panel) -> dict[str, Any]:
@@ -92,6 +74,9 @@ def with_panel(spec: dict[str, Any], panel: Panel) -> dict[str, Any]:
 
 def config(ink: str, muted: str, line: str) -> dict[str, Any]:
     """How charts look, in three colours: of text, of the text of axes, and of lines."""
+    axis = {"labelColor": muted, "titleColor": muted, "gridColor": line, "domain": False, "ticks": False}
+    sizes = {"titleFontWeight": "normal", "labelFontSize": 12, "titleFontSize": 12, "labelPadding": 6}
+    legend = {"labelColor": ink, "labelFontSize": 12, "labelLimit": WIDTH, "symbolType": "circle"}
     return {
         "background": "#ffffff",
         "font": "sans-serif",
@@ -100,24 +85,8 @@ def config(ink: str, muted: str, line: str) -> dict[str, Any]:
         "tick": {"color": ink},
         "view": {"stroke": None},
         "title": {"anchor": "start", "color": ink, "subtitleColor": muted, "fontSize": 15, "offset": 12},
-        "axis": {
-            "labelColor": muted,
-            "titleColor": muted,
-            "gridColor": line,
-            "domain": False,
-            "ticks": False,
-            "titleFontWeight": "normal",
-            "labelFontSize": 12,
-            "titleFontSize": 12,
-            "labelPadding": 6,
-        },
-        "legend": {
-            "labelColor": ink,
-            "labelFontSize": 12,
-            "labelLimit": WIDTH,
-            "symbolType": "circle",
-            "layout": {"bottom": {"anchor": "start", "direction": "vertical"}},
-        },
+        "axis": axis | sizes,
+        "legend": legend | {"layout": {"bottom": {"anchor": "start", "direction": "vertical"}}},
     }
 
 
@@ -139,7 +108,6 @@ def rows_chart() -> Any:
 
 
 def of_rows(group: str, name: str, data: list[dict[str, Any]], rows: Sequence[Record], note: str = "") -> Panel:
-    """A panel of some rows' points."""
     return Panel(group, name, data, tuple(row.point for row in rows), note)
 
 
@@ -155,48 +123,27 @@ def slower(row: Record) -> bool:
 
 def colour(name: str, *, legend: bool = True) -> Any:
     """The colour of what a panel draws: one for each arm, the same on the whole page. name: the field that names it."""
-    shown = None
-    if legend:
-        shown = alt.Legend(
-            title=None, orient="bottom", columns=1, symbolLimit=16, symbolOpacity=1, labelExpr=_shortened("datum.label")
-        )
+    text, half = "datum.label", f"floor({LETTERS} / 2) - 1"
+    # Where the name of an arm is too long its middle goes: names differ at their ends.
+    cut = f"slice({text}, 0, {half}) + ' … ' + slice({text}, length({text}) - {half})"
+    short_name = f"length({text}) > {LETTERS} ? {cut} : {text}"
+    about = {"orient": "bottom", "columns": 1, "symbolLimit": 16, "symbolOpacity": 1, "labelExpr": short_name}
+    shown = alt.Legend(title=None, **about) if legend else None
     return alt.Color(f"{name}:N", sort=None, scale=alt.Scale(domain=[NAMES], range=[VALUES]), legend=shown)
 
 
-def _shortened(text: str) -> str:
-    """Expression of a text, without its middle where it is too long: the names of arms differ at their ends."""
-    half = f"floor({LETTERS} / 2) - 1"
-    cut = f"slice({text}, 0, {half}) + ' … ' + slice({text}, length({text}) - {half})"
-    return f"length({text}) > {LETTERS} ? {cut} : {text}"
-
-
 def titles_above() -> Any:
-    """The value (`text`) and the name (`arm`) of each bar above it, red where the arm is slower than its baseline.
-
-    They are one text, so that neither runs into the other, broken into two lines where the place is narrow.
-    """
-    return (
-        rows_chart()
-        .transform_calculate(title=f"datum.text + '{SPACE}' + datum.arm")
-        .transform_calculate(cut=f"lastindexof(slice(datum.title, 0, floor(width / {LETTER})), ' · ')")
-        .transform_calculate(
-            title=f"length(datum.title) * {LETTER} > width && datum.cut > 0 "
-            "? [slice(datum.title, 0, datum.cut + 2), slice(datum.title, datum.cut + 3)] : datum.title"
-        )
-        .mark_text(
-            align="left",
-            baseline="line-bottom",
-            dy=alt.expr("isArray(datum.title) ? -20 : -6"),
-            fontSize=12,
-            lineHeight=14,
-        )
-        .encode(
-            x=alt.value(0),
-            y=alt.Y("arm:N", sort=None, axis=None),
-            text="title:N",
-            color={"condition": {"test": "datum.slower === true", "value": RED}},
-        )
-    )
+    """The value (`text`) and the name (`arm`) of each bar above it, red where the arm is slower than its baseline. They
+    are one text, so that neither runs into the other, broken into two lines where the place is narrow."""
+    lines = "[slice(datum.title, 0, datum.cut + 2), slice(datum.title, datum.cut + 3)]"
+    chart = rows_chart().transform_calculate(title=f"datum.text + '{SPACE}' + datum.arm")
+    chart = chart.transform_calculate(cut=f"lastindexof(slice(datum.title, 0, floor(width / {LETTER})), ' · ')")
+    is_long = f"length(datum.title) * {LETTER} > width && datum.cut > 0"
+    chart = chart.transform_calculate(title=f"{is_long} ? {lines} : datum.title")
+    above = alt.expr("isArray(datum.title) ? -20 : -6")
+    chart = chart.mark_text(align="left", baseline="line-bottom", dy=above, fontSize=12, lineHeight=14)
+    red = {"condition": {"test": "datum.slower === true", "value": RED}}
+    return chart.encode(x=alt.value(0), y=arm_axis(), text="title:N", color=red)
 
 
 def arm_axis() -> Any:
@@ -245,12 +192,8 @@ def dashes() -> Any:
 
 def whiskers(x: Any, **more: Any) -> Any:
     """Intervals of a chart of lines, from `low` to `high`."""
-    return (
-        rows_chart()
-        .transform_filter("isValid(datum.low)")
-        .mark_rule(strokeWidth=1.5)
-        .encode(x=x, y="low:Q", y2="high:Q", **more)
-    )
+    rule = rows_chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
+    return rule.encode(x=x, y="low:Q", y2="high:Q", **more)
 
 
 def times_axis(title: str) -> Any:
@@ -287,6 +230,10 @@ def numbers(row: Record, **columns: str) -> dict[str, Any]:
     return {name: sig(getattr(row, column)) for name, column in columns.items()} | {"point": row.point}
 
 
+def speedup(row: Record) -> dict[str, Any]:
+    """The speedup of a row with its interval, and its tokens a second."""
+    return numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
+
+
 def short(row: Record) -> str:
-    """The machine of a row, to end the name of a panel with."""
     return row.device or "machine unknown"

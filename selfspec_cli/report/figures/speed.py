@@ -1,17 +1,15 @@
 """Figures of speed: speedups, by category of prompts too, throughput and latencies, and where the time goes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import altair as alt
 
-from selfspec_cli.record import categories, tables
+from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
-from selfspec_cli.record.profiles import PARTS, Profile
+from selfspec_cli.record.quality import PARTS, Profile
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report.figures import base
 from selfspec_cli.report.figures.base import Figure, Panel
@@ -34,7 +32,7 @@ def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]
         rows = base.measured(group)
         data = [
             {"arm": name, "slower": base.slower(row), "target": _target(row, targets)}
-            | base.numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
+            | base.speedup(row)
             | {"text": times(row) + (", slower" if base.slower(row) else "")}
             for name, row in base.named(rows)
         ]
@@ -94,17 +92,11 @@ def _span(name: str, row: Record, columns: Sequence[str], unit: str) -> dict[str
     """An arm's median, and the ends of its range that the other columns give."""
     middle, *ends = (getattr(row, column) for column in columns)
     present = [value for value in (middle, *ends) if value is not None]
-    return {
-        "arm": name,
-        "first": base.sig(ends[0] if len(ends) > 1 else middle),
-        "middle": base.sig(middle),
-        "last": base.sig(ends[-1]) if ends else None,
-        "least": base.sig(min(present)),
-        "most": base.sig(max(present)),
-        "unit": unit,
-        "text": (f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}") + f" {unit}",
-        "point": row.point,
-    }
+    first, last = ends[0] if len(ends) > 1 else middle, ends[-1] if ends else None
+    values = {"first": first, "middle": middle, "last": last, "least": min(present), "most": max(present)}
+    text = (f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}") + f" {unit}"
+    rounded = {end: base.sig(value) for end, value in values.items()}
+    return {"arm": name, **rounded, "unit": unit, "text": text, "point": row.point}
 
 
 OF_CATEGORY = ("speedup", "low", "high", "accepted", "tok_step", "requests", "tpot_ms")
@@ -113,7 +105,7 @@ OF_CATEGORY = ("speedup", "low", "high", "accepted", "tok_step", "requests", "tp
 def by_category(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
     """Speedup, with its interval, and acceptance of each category of prompts: a dot an arm."""
     by_point: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for line in categories.rows(points):
+    for line in tables.category_rows(points):
         if line["speedup"] is not None:
             values = line | {"accepted": next(iter(line["accepted"]), None)}  # of the first draft of a step
             numbers = {name: base.sig(values[name]) for name in OF_CATEGORY}
@@ -123,12 +115,8 @@ def by_category(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure
         rows = [row for row in group.rows if row.point in by_point]
         data = [{"series": name} | line for name, row in base.named(rows) for line in by_point[row.point]]
         panels += base.on_machine(group, data, rows)
-    y = alt.Y(
-        "category:N",
-        sort=None,
-        axis=alt.Axis(title=None, labelLimit=220),
-        scale=alt.Scale(paddingInner=0.5, paddingOuter=0.25),
-    )
+    scale = alt.Scale(paddingInner=0.5, paddingOuter=0.25)
+    y = alt.Y("category:N", sort=None, axis=alt.Axis(title=None, labelLimit=220), scale=scale)
     # Arms stand below each other in each category.
     below = alt.YOffset("series:N", sort=None, scale=alt.Scale(type="point", domain=[base.NAMES]))
     tips = ["series:N", "category:N", *(f"{name}:Q" for name in OF_CATEGORY)]
@@ -171,18 +159,14 @@ def parts(profiles: Sequence[Profile]) -> list[Figure]:
                 text = number if order == 0 else ""
                 data.append({"arm": name, "part": part, "what": PARTS[part], "order": order, "text": text} | shares)
         panels.append(Panel(device, title, data))
-    colour = alt.Color(
-        "part:N",
-        sort=list(PART_COLOURS),
-        scale=alt.Scale(domain=list(PART_COLOURS), range=list(PART_COLOURS.values())),
-        legend=alt.Legend(title=None, orient="bottom", columns=4),
-    )
+    scale = alt.Scale(domain=list(PART_COLOURS), range=list(PART_COLOURS.values()))
+    legend = alt.Legend(title=None, orient="bottom", columns=4)
+    colour = alt.Color("part:N", sort=list(PART_COLOURS), scale=scale, legend=legend)
     x = alt.X("share:Q", stack=True, axis=alt.Axis(title="share of the wall time", format="%", tickCount=6))
     tips = ["arm:N", "part:N", "what:N", alt.Tooltip("share:Q", format=".1%"), alt.Tooltip("ms:Q", title="ms a round")]
     titles = base.titles_above().transform_filter("datum.order == 0")
-    chart = (base.bars(x, tips, color=colour, order="order:Q") + titles).properties(
-        width="container", height=alt.Step(base.STEP)
-    )
+    bars = base.bars(x, tips, color=colour, order="order:Q")
+    chart = (bars + titles).properties(width="container", height=alt.Step(base.STEP))
     about = (
         "Under PyTorch's profiler, every moment of a run counts as one part: on a GPU that of the kernel that runs, "
         "and while none runs, what the host does. The number is the speed without the profiler, which slows the host."

@@ -1,7 +1,5 @@
 """Figures by load: the speedup, the speed of one user and of one GPU, and what a request waits for."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,7 +10,7 @@ from typing import Any
 import altair as alt
 
 from selfspec_cli import load_patterns
-from selfspec_cli.record import latency, tables
+from selfspec_cli.record import statistics, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.tables import UNVERIFIED
@@ -22,6 +20,7 @@ from selfspec_cli.report.rows import RIVALS, Group, acceptance, group_title, sam
 
 AXES = {"batch": "requests in flight", "clients": "clients", "rate": "requests that arrive in a second"}
 MOST_ARMS, MOST_RIVALS = 7, 4  # of one panel
+ALIKE = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")  # of a family
 ENOUGH_LOADS = 3  # of a curve that shows where drafting stops to pay
 MINUTES = {"tok_s": "tokens a second", "ttft": "TTFT p99, ms", "tpot": "TPOT p99, ms"}
 WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output token (TPOT), ms"}
@@ -29,10 +28,8 @@ WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output toke
 
 @dataclass(frozen=True)
 class Family:
-    """Rows that differ in their arm and their load alone.
-
-    axis: the column that is the load. left_out: arms that are not among the rows, because a panel has room for fewer.
-    """
+    """Rows that differ in their arm and their load alone. axis: the column that is the load. left_out: arms that are
+    not among the rows, because a panel has room for fewer."""
 
     title: str
     axis: str
@@ -41,10 +38,8 @@ class Family:
 
     def panel(self, data: list[dict[str, Any]], note: str = "") -> Panel:
         more = f"Arms that are not drawn: {self.left_out}; the table has them." if self.left_out else ""
-        panel = base.of_rows(
-            base.short(self.rows[0]), self.title, data, self.rows, " ".join(filter(None, (note, more)))
-        )
-        return replace(panel, axis=AXES[self.axis])
+        notes = " ".join(filter(None, (note, more)))
+        return replace(base.of_rows(base.short(self.rows[0]), self.title, data, self.rows, notes), axis=AXES[self.axis])
 
     def load(self, row: Record) -> float:
         return float(getattr(row, self.axis))
@@ -65,13 +60,6 @@ def _axis(row: Record) -> str:
     return "clients" if row.clients is not None else "rate"
 
 
-def _key(row: Record) -> tuple[Any, ...]:
-    axis = _axis(row)
-    drawn = ("rate", "load_share") if axis == "rate" else (axis,)
-    names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")
-    return (*(getattr(row, name) for name in names), axis, load_patterns.comparable(row, without=drawn))
-
-
 def families(groups: Iterable[Group]) -> list[Family]:
     """Families of at least two loads: those with real acceptance first, then those with three loads or more, then the
     last measured."""
@@ -79,16 +67,14 @@ def families(groups: Iterable[Group]) -> list[Family]:
     for group in groups:
         rows = base.measured(group)
         first = next((row for row in rows if row.arm != "baseline"), None)
-        if first is not None and getattr(first, _axis(first)) is not None:
-            by_family[_key(first)] += rows
+        if first is not None and getattr(first, axis := _axis(first)) is not None:
+            drawn = ("rate", "load_share") if axis == "rate" else (axis,)
+            alike = (*(getattr(first, name) for name in ALIKE), axis, load_patterns.comparable(first, without=drawn))
+            by_family[alike] += rows
     together = [family for family in map(_family, by_family.values()) if len(family.loads(arms=True)) > 1]
     together.sort(key=lambda family: max(row.time or "" for row in family.rows), reverse=True)
-
-    def comes_later(family: Family) -> tuple[bool, bool]:
-        is_set = any(row.acceptance_length is not None for row in family.rows)
-        return is_set, len(family.loads()) < ENOUGH_LOADS
-
-    return sorted(together, key=comes_later)
+    together.sort(key=lambda family: len(family.loads()) < ENOUGH_LOADS)
+    return sorted(together, key=lambda family: any(row.acceptance_length is not None for row in family.rows))
 
 
 def _family(rows: list[Record]) -> Family:
@@ -115,12 +101,8 @@ def speedups(families: Sequence[Family]) -> list[Figure]:
     """The speedup of each arm over the baseline of the same load, with its interval."""
     panels = []
     for family in families:
-        data = [
-            dot
-            | base.numbers(row, speedup="speedup", low="speedup_low", high="speedup_high", tok_s="tok_s_median")
-            | {"slower": base.slower(row)}
-            for dot, row in family.series(row for row in family.rows if row.arm != "baseline")
-        ]
+        arms = family.series(row for row in family.rows if row.arm != "baseline")
+        data = [dot | base.speedup(row) | {"slower": base.slower(row)} for dot, row in arms]
         panels.append(family.panel(data, at_a_glance(family)))
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
     scale = alt.Scale(zero=False, nice=True)
@@ -165,17 +147,13 @@ def users_and_gpus(families: Sequence[Family]) -> list[Figure]:
             if row.tok_s_median and user_speed(row):
                 together[dot["series"], dot["load"]].append(row)
         numbered = base.name_of(next((row for row in family.rows if row.arm == "baseline"), family.rows[0]))
-        data = [
-            {
-                "series": name,
-                "load": load,
-                "user": base.sig(median([user_speed(row) or 0 for row in rows])),
-                "gpu": base.sig(median([(row.tok_s_median or 0) / cards for row in rows])),
-                "number": load if name == numbered else None,  # of one line: else they would run into each other
-                "point": rows[-1].point,
-            }
-            for (name, load), rows in together.items()
-        ]
+        data = []
+        for (name, load), rows in together.items():
+            number = load if name == numbered else None  # of one line: else they would run into each other
+            user = base.sig(median([user_speed(row) or 0 for row in rows]))
+            gpu = base.sig(median([(row.tok_s_median or 0) / cards for row in rows]))
+            dot = {"series": name, "load": load, "user": user, "gpu": gpu, "number": number, "point": rows[-1].point}
+            data.append(dot)
         panels.append(family.panel(data, f"The number at a dot: {AXES[family.axis]}; other lines have the same loads."))
     x = alt.X("user:Q", axis=alt.Axis(title="tokens a second for one user (1 / TPOT)", tickCount=6))
     y = alt.Y("gpu:Q", axis=alt.Axis(title="tokens a second of one GPU", tickCount=6))
@@ -244,7 +222,7 @@ def over_time(points: Sequence[Point]) -> list[Figure]:
     for point in points:
         if not point.arm.get("arrivals") or not point.repeats:
             continue
-        minutes = latency.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
+        minutes = statistics.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
         if len(minutes) < 3:
             continue
         row = tables.row(point)

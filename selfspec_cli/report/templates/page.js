@@ -78,7 +78,7 @@ function shown(column, value) {
   return Math.abs(value) < 1e-3 ? String(Number(four)) : four;
 }
 
-// What a row opens (`report/details.py`): sections of text and of pairs.
+// What a row opens (`report/page.py`): sections of text and of pairs.
 function opened(details, at) {
   const part = (value) => typeof value === "string"
     ? made("pre", { textContent: value })

@@ -182,8 +182,9 @@ class Supervisor:
         try:
             raw = await self.upstream.get(replica, "/v1/models")
         except BackendFailed as error:
-            if not named or error.status not in UNLISTED:
+            if named is None or error.status not in UNLISTED:
                 raise
+            return (named,)
         return (named,) if named else tuple(str(entry["id"]) for entry in loads(raw)["data"])
 
     async def _learn_models(self, replica: Replica) -> None:

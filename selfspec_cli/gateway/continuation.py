@@ -268,7 +268,7 @@ class ResponsesAnswer(Answer):
     named = True
 
     def take(self, event: Event) -> tuple[bytes | None, bool]:
-        if event.data.strip() in (b"", DONE):  # which follows the last event of an answer
+        if not event.data or event.data.strip() == DONE:  # which follows the last event of an answer
             return None, False
         document = read(event)
         kind = str(document.get("type") or event.name)

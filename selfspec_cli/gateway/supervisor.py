@@ -18,7 +18,7 @@ from selfspec_cli.gateway.backends.base import log_of, serve_command, without_v1
 from selfspec_cli.gateway.replica import Counts, Replica, State, read
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import FEW
-from selfspec_cli.gateway.upstream import BackendFailed, Upstream
+from selfspec_cli.gateway.upstream import BackendFailed, Upstream, prepared
 from selfspec_cli.gateway.wire import loads
 
 POLL_SECONDS = 1.0  # between two looks at a vLLM server's /health and /metrics
@@ -219,8 +219,9 @@ class Supervisor:
         body = {"model": replica.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "prompt": prompt}
         began = first = last = time.monotonic()
+        sent = await prepared(self.upstream, replica, "/v1/completions", body)
         limit = self.upstream.limits.first_byte_seconds
-        async with asyncio.timeout(limit), self.upstream.post(replica, "/v1/completions", body, {}) as response:
+        async with asyncio.timeout(limit), self.upstream.post(replica, "/v1/completions", sent, {}) as response:
             while await self.upstream.part(response, limit):
                 last = time.monotonic()
                 first = last if first == began else first

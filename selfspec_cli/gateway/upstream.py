@@ -105,13 +105,8 @@ class Upstream:
         base: str | None = None,
         seconds: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer whose head has come and says 200, once what this kind of backend does beforehand is done (`split`
-        lets another server prefill). base: an address in place of the backend's own, where nothing is done beforehand.
-        seconds: until the head; None takes limits.first_byte_seconds. Raises BackendFailed, and Refused for HTTP 4xx.
-        """
-        before = BACKENDS[replica.settings.kind].before
-        if base is None and before is not None:
-            body = await before(self, replica, path, body)
+        """An answer whose head has come and says 200. base: an address in place of the backend's own. seconds: until
+        the head; None takes limits.first_byte_seconds. Raises BackendFailed, and Refused for HTTP 4xx."""
         try:
             raw = dumps(body)
         except ValueError as error:
@@ -231,6 +226,12 @@ def key_of(replica: Replica) -> dict[str, str]:
         return {}
     azure = {"api-key": os.environ[name]} if "api-version=" in replica.url else {}
     return {"Authorization": f"Bearer {os.environ[name]}", **azure}
+
+
+async def prepared(upstream: Upstream, replica: Replica, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The body once what its kind of backend does beforehand is done (`split` lets another server prefill)."""
+    before = BACKENDS[replica.settings.kind].before
+    return body if before is None else await before(upstream, replica, path, body)
 
 
 def outgoing(

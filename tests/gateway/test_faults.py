@@ -13,7 +13,8 @@ from aiohttp import web
 from fake import Fake, answer
 from running import ANN, QUICK, TENANTS, running, until
 
-from selfspec_cli.gateway import replica, upstream
+from selfspec_cli.gateway import replica, supervisor, upstream
+from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.client import Client, watch
 from selfspec_cli.gateway.replica import LEAST_FAILURES, State
 from selfspec_cli.gateway.settings import LimitSettings
@@ -252,6 +253,20 @@ async def test_a_server_that_prefills_and_answers_garbage_is_one_that_failed(tmp
         assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
         assert (await on.rows())[0]["tried"] == ["a"]
     await prefill.stop()
+
+
+async def test_what_is_done_before_a_warm_up_takes_nothing_of_its_time_and_may_ask_the_backend(tmp_path, monkeypatch):
+    waits = [1.2]
+
+    async def before(upstream, replica, path, body):
+        await asyncio.sleep(waits.pop() if waits else 0)
+        async with upstream.post(replica, path, {**body, "max_tokens": 1}, {}):
+            return body
+
+    monkeypatch.setitem(BACKENDS._found, "slow", replace(BACKENDS["split"], before=before))
+    monkeypatch.setattr(supervisor, "FEW", 1)
+    async with running([Fake("a")], tmp_path, kinds={"a": "slow"}, limits=replace(QUICK, first_byte_seconds=1.0)) as on:
+        assert on.gateway.replicas[0].timing.ttft.seen == 1
 
 
 class Long(Fake):

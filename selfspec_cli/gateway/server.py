@@ -1,4 +1,5 @@
-"""A gateway that serves: made of its settings, run by uvicorn, and ended without losing a request."""
+"""A gateway that serves: made of its settings, run by uvicorn with limits for the connections of clients, and ended
+without losing a request."""
 
 import asyncio
 import ctypes

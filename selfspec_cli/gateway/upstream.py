@@ -26,7 +26,8 @@ OWN_FAULT = (401, 403, 407)
 PASSED_ON = (429, 500, 502, 503, 504)
 """What a client may get as it is; anything else that is no answer is 502."""
 LONGEST_BACKOFF = 60.0  # seconds of a Retry-After that is honoured
-CONNECT_SECONDS, LOOK_SECONDS = 5.0, 5.0
+CONNECT_SECONDS = 5.0
+LOOK_SECONDS = 5.0  # for a page of a backend's own, such as /health
 KEPT_SECONDS = 30.0  # for which a connection that nobody uses is kept
 ERROR_BYTES, ANSWER_BYTES = 1 << 20, 1 << 28  # that are read of an error, and of an answer in one piece
 OWN_HEADERS = {"accept-encoding": "identity", "content-type": "application/json"}

@@ -432,3 +432,11 @@ async def test_a_fault_of_the_gateways_own_is_one_requests_alone(tmp_path, monke
         monkeypatch.undo()
         assert (await on.post(PROMPT))[0] == 200
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+async def test_a_backend_that_cannot_be_reached_costs_no_request(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path, policy="round_robin") as on:
+        await on.fakes["a"].stop()
+        results = await asyncio.gather(*(on.post(PROMPT) for _ in range(20)))
+        assert [status for status, _, _ in results] == [200] * 20
+        await on.fakes["a"].start()  # `running` stops it once more

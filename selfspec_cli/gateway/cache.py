@@ -194,8 +194,9 @@ class Caching:
     def _wanted(self, request: Request) -> bool:
         """Whether a request may be answered from the cache. Who names a backend wants no other's answer."""
         elsewhere = request.backend is not None and request.cache is None
-        fits = all(name in self.settings.also_for for name, special in specials(request).items() if special)
-        return request.endpoint in (CHAT, COMPLETIONS) and fits and not elsewhere and request.cache != "none"
+        if elsewhere or request.cache == "none" or request.endpoint not in (CHAT, COMPLETIONS):
+            return False
+        return all(name in self.settings.also_for for name, special in specials(request).items() if special)
 
     async def answered(self, out: Outcome, client: Client, ask: Ask) -> bool:
         """Answer a request from the cache, or by a call that equal requests share; False where it is not cached.
@@ -259,10 +260,11 @@ class Caching:
             return
         if not answer.get("usage") and flight.usage:
             answer["usage"] = flight.usage
-        now, most = time.time(), int(self.settings.mib * 2**20)
-        kept = (flight.form[0], out.request.tenant, answer, now, most, now - self.settings.ttl_s)
+        wanted, tenant = flight.form[0], out.request.tenant
+        now = time.time()
+        most = int(self.settings.mib * 2**20)
         try:
-            await self.call(self.cache.store, *kept)
+            await self.call(self.cache.store, wanted, tenant, answer, now, most, now - self.settings.ttl_s)
         except Exception as error:
             self.fault(error)
 
@@ -294,7 +296,8 @@ def _assembled(found: list[Event]) -> Document:
         for part in event["choices"]:
             empty = {"message": {"role": "assistant", "content": ""}} if chat else {"text": ""}
             whole = choices.setdefault(part["index"], {"index": part["index"], "finish_reason": None, **empty})
-            _add(whole["message"], part.get("delta", {})) if chat else _add(whole, {"text": part.get("text") or ""})
+            said = part.get("delta", {}) if chat else {"text": part.get("text") or ""}
+            _add(whole["message"] if chat else whole, said)
             if part.get("logprobs"):
                 _add(whole.setdefault("logprobs", {}), part["logprobs"])
             for name, value in part.items():

@@ -27,17 +27,17 @@ CHANNELS = ("reasoning", "reasoning_content", "content", "refusal", "text")
 """Fields of an event that hold text for the client, in the order in which a server sends them."""
 _IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[\d,\s]*\]')
 """In a JSON text a quote is written \\", so these bytes are keys wherever they occur."""
-_STATE = {  # fields that a server keeps something for, which its token ids do not tell
+_STATE = (  # fields that a server keeps something for, which its token ids do not tell
     *("stop", "bad_words", "frequency_penalty", "presence_penalty", "repetition_detection", "thinking_token_budget"),
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("tools", "functions", "logits_processors", "watermarking"),
-}
-_SAMPLING = {  # fields that the server gets that goes on
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logit_bias", "allowed_token_ids"),
-    *("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "vllm_xargs", "priority"),
-    *("spaces_between_special_tokens", "logprob_token_ids", "return_tokens_as_token_ids", "stream_interval"),
-    *("user", "cache_salt"),
-}
+)
+_SAMPLING = (  # fields that the server gets that goes on
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos", "stop_token_ids"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "vllm_xargs", "priority"),
+    *("include_stop_str_in_output", "allowed_token_ids", "logprob_token_ids", "return_tokens_as_token_ids"),
+    *("stream_interval", "user", "cache_salt"),
+)
 
 
 class Way(StrEnum):
@@ -118,11 +118,11 @@ class Answer:
 
     def _without_choices(self, document: dict[str, Any], event: Event) -> bytes | None:
         """An event that only counts tokens, if the client asked for it, or that a provider adds (content filters)."""
-        first = self.way is Way.first
         if document.get("usage"):
-            wanted = (self.request.body.get("stream_options") or {}).get("include_usage")
-            return written(event.data if first else dumps(document | (self.head or {}))) if wanted else None
-        return written(event.data) if "choices" in document and first else None
+            if not (self.request.body.get("stream_options") or {}).get("include_usage"):
+                return None
+            return written(event.data if self.way is Way.first else dumps(document | (self.head or {})))
+        return written(event.data) if "choices" in document and self.way is Way.first else None
 
     def _converted(self, document: dict[str, Any], choice: dict[str, Any], data: bytes) -> bytes | None:
         if self.head is None:
@@ -268,7 +268,7 @@ class ResponsesAnswer(Answer):
     named = True
 
     def take(self, event: Event) -> tuple[bytes | None, bool]:
-        if event.data.strip() in (b"", DONE):  # which follows the last event of an answer
+        if not event.data or event.data.strip() == DONE:  # which follows the last event of an answer
             return None, False
         document = read(event)
         kind = str(document.get("type") or event.name)

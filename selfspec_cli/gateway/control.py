@@ -44,6 +44,7 @@ def control(gateway: Gateway) -> FastAPI:
 
     _errors(app)
     _views(app, gateway)
+    _admin_views(app, gateway)
     _actions(app, gateway)
     return app
 
@@ -80,7 +81,7 @@ def _errors(app: FastAPI) -> None:
 
 
 def _views(app: FastAPI, gateway: Gateway) -> None:
-    """What every key may look at, and then what an admin does."""
+    """What every key may look at."""
     gains_at = [0.0]  # when /metrics last got the gains
 
     @app.api_route("/health", methods=LOOK)
@@ -111,6 +112,10 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
         if name not in known:
             raise invalid(closest(name, known or ("none yet",), "model"), 404, param="model", code="model_not_found")
         return _model(name)
+
+
+def _admin_views(app: FastAPI, gateway: Gateway) -> None:
+    """What an admin looks at."""
 
     @app.get("/gateway/routes")
     async def routes() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from starlette.datastructures import Headers
 
@@ -114,9 +115,8 @@ class Gateway:
                 async with asyncio.timeout(limits.request_seconds):
                     await self._answer(out, client)
                 out.status = out.status or 200
-                for name, value in out.row(text=False).items() if span is not None else ():
-                    if value is not None and name not in ("id", "tried"):
-                        span.set_attribute(f"selfspec.{name}", value)
+                if span is not None:
+                    _annotate(span, out)
         except Vanished:
             pass
         except asyncio.CancelledError:
@@ -170,7 +170,8 @@ class Gateway:
             await self._ask(out, client)
 
     async def _ask(self, out: Outcome, client: Client) -> None:
-        request, reason = out.request, ""
+        request = out.request
+        reason = ""
         if request.kind == "batch":
             reason = "_" + await self.batch.wait(request)
         choice = await self._route(out)
@@ -210,3 +211,10 @@ class Gateway:
         self.look()
         waiting = {"batch": len(self.batch.waiting), "interactive": len(self.places)}
         self.telemetry.now(self.inside, waiting, self.replicas)
+
+
+def _annotate(span: Any, out: Outcome) -> None:
+    """What a trace shows of a request."""
+    for name, value in out.row(text=False).items():
+        if value is not None and name not in ("id", "tried"):
+            span.set_attribute(f"selfspec.{name}", value)

@@ -24,7 +24,7 @@ from selfspec_cli.gateway.replica import Flight, Replica
 from selfspec_cli.gateway.request import CHAT, RESPONSES, Outcome, Request
 from selfspec_cli.gateway.routing import Routing
 from selfspec_cli.gateway.telemetry import Telemetry
-from selfspec_cli.gateway.upstream import BackendFailed, Cause, Refused, Upstream, outgoing
+from selfspec_cli.gateway.upstream import BackendFailed, Cause, Refused, Upstream, outgoing, prepared
 from selfspec_cli.gateway.wire import BrokenStream, GatewayError, Parser, dumps, loads, of_backend, unavailable
 
 ATTEMPTS = 3  # backends that are tried for one request, and as many for the rest of a stream
@@ -126,6 +126,7 @@ class Relay:
             sent = outgoing(self.request, replica, path, body, ids=self.answer.ids, plain=self.out.plain)
             if self.sure is not None:
                 sent["logprobs"] = sent.get("logprobs") or (True if path == CHAT else 1)
+            sent = await prepared(self.upstream, replica, path, sent)
             seconds = None if self.request.stream else self.limits.request_seconds
             async with self.upstream.post(replica, path, sent, self.headers, seconds=seconds) as response:
                 self.out.route = replica.name

@@ -8,7 +8,6 @@ import traceback
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -172,20 +171,28 @@ def _wishes(request: Request, own: Any, headers: Mapping[str, str]) -> None:
         if (allowed := WISHES[name]) and value not in allowed:
             raise bad_request(closest(value, allowed, name), name)
         if name == "priority":
-            request.priority = _number(int, value, name, "a whole number")
+            request.priority = _whole(value, name)
         elif name == "deadline_ms":
-            wait = _number(float, value, name, f"a number from 0 to {LONGEST_WAIT}")
-            request.deadline = request.began + wait / 1000
+            request.deadline = request.began + _milliseconds(value, name) / 1000
         else:
             setattr(request, "kind" if name == "class" else name, str(value))
 
 
-def _number(kind: type, value: Any, name: str, needed: str) -> Any:
-    with suppress(ValueError):
-        number = kind(str(value))
-        if kind is int or 0 <= number <= LONGEST_WAIT:
-            return number
-    raise bad_request(f"{name}={value!r}: {needed} is needed", name)
+def _whole(value: Any, name: str) -> int:
+    try:
+        return int(str(value))
+    except ValueError as error:
+        raise bad_request(f"{name}={value!r}: a whole number is needed", name) from error
+
+
+def _milliseconds(value: Any, name: str) -> float:
+    try:
+        found = float(str(value))
+    except ValueError:
+        found = float("nan")
+    if not 0 <= found <= LONGEST_WAIT:
+        raise bad_request(f"{name}={value!r}: a number from 0 to {LONGEST_WAIT} is needed", name)
+    return found
 
 
 def _measure(request: Request, content: Any) -> None:
@@ -262,7 +269,7 @@ class Outcome:
             **asked,
             "class": request.kind,
             **became,
-            **{f"{name}_ms": value and round(value * 1000, 3) for name, value in times.items()},
+            **{f"{name}_ms": None if value is None else round(value * 1000, 3) for name, value in times.items()},
             "sha256": hashlib.sha256(request.text.encode()).hexdigest(),
             **(said if text else {"prompt": None}),
         }

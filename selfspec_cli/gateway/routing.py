@@ -1,4 +1,5 @@
-"""Which backends a request can go to, who chooses among them, and what is learnt from its answer."""
+"""Which backends a request can go to, who chooses among them, what is learnt from its answer, and two queues: requests
+of class `batch` wait for a reason to go, and any request waits while all backends are full."""
 
 import asyncio
 from collections import deque
@@ -18,6 +19,8 @@ from selfspec_cli.gateway.wire import bad_request, invalid, unavailable
 LEARNT = 0.05  # weight of a new request in means over requests
 ROUTES_KEPT = 10_000  # requests whose answers may still be judged
 TEXT_KEPT = 2000  # characters of each
+ENOUGH = 8  # requests of class `batch` that are let go together, whether or not a backend idles
+DEADLINE_SECONDS = 60.0  # a request of that class that names no deadline waits no longer
 
 
 class Routing:
@@ -122,10 +125,6 @@ class Routing:
                 if replica.name == route:
                     chooser.learn(request, replica, quality)
         return True
-
-
-ENOUGH = 8  # requests that are let go together, whether or not a backend idles
-DEADLINE_SECONDS = 60.0  # a request that names no deadline waits no longer
 
 
 class Batch:

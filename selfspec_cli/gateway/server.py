@@ -1,4 +1,5 @@
-"""A gateway that serves: made of its settings, run by uvicorn, and ended without losing a request."""
+"""A gateway that serves: made of its settings, run by uvicorn with limits for the connections of clients, and ended
+without losing a request."""
 
 import asyncio
 import ctypes
@@ -304,9 +305,14 @@ def at_hang_up(reload_settings: Callable[[], Awaitable[None]], say: Say) -> None
         else:
             say("the settings were reloaded")
 
-    tasks: list[asyncio.Task[None]] = []  # the event loop itself keeps no task alive
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, lambda: tasks.append(loop.create_task(reloaded())))
+    running: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
+
+    def hang_up() -> None:
+        task = asyncio.ensure_future(reloaded())
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
 
 
 def prepare_memory() -> None:

@@ -1,4 +1,4 @@
-"""What a gateway is configured with: the schema of conf/gateway/*.yaml.
+"""What a gateway is configured with: the schema of conf/gateway/*.yaml, and values checked by it.
 
 No secret is in settings, because they name the variables that hold keys, so they may be shown as they are.
 """

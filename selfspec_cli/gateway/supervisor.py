@@ -18,7 +18,7 @@ from selfspec_cli.gateway.backends.base import log_of, serve_command, without_v1
 from selfspec_cli.gateway.replica import Counts, Replica, State, read
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import FEW
-from selfspec_cli.gateway.upstream import BackendFailed, Upstream
+from selfspec_cli.gateway.upstream import BackendFailed, Upstream, prepared
 from selfspec_cli.gateway.wire import loads
 
 POLL_SECONDS = 1.0  # between two looks at a vLLM server's /health and /metrics
@@ -53,7 +53,7 @@ class Supervisor:
         self.looked, self.say, self.starts = looked, say, starts
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._counts: dict[tuple[str, str], Counts] = {}  # of servers that were left, by name and address
-        self._ended: set[str] = set()
+        self._said: set[str] = set()  # backends of which it was said that their server ended
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._warming: dict[Replica, asyncio.Task[None]] = {}
         self._retired: dict[subprocess.Popen[bytes], asyncio.Task[None]] = {}
@@ -138,12 +138,17 @@ class Supervisor:
                 self.looked()
             except Exception as error:  # what one backend answers must not end the looks at it
                 self.say(f"{replica.name}: {type(error).__name__}: {error}")
-            if self.ended(replica) and replica.name not in self._ended:  # which is said once
-                self._ended.add(replica.name)
-                log, code = log_of(replica.settings, self.folder), self.processes[replica.name].returncode
-                end = "".join(terminal.last_lines(log, 1)).strip() or "nothing"
-                self.say(f"{replica.name}: its server ended with exit code {code}; its log {log} ends with: {end}")
+            self._say_once_if_ended(replica)
             await asyncio.sleep(POLL_SECONDS if replica.vllm or replica.state is not State.up else OTHERS_SECONDS)
+
+    def _say_once_if_ended(self, replica: Replica) -> None:
+        if replica.name in self._said or not self.ended(replica):
+            return
+        self._said.add(replica.name)
+        code = self.processes[replica.name].returncode
+        log = log_of(replica.settings, self.folder)
+        end = "".join(terminal.last_lines(log, 1)).strip() or "nothing"
+        self.say(f"{replica.name}: its server ended with exit code {code}; its log {log} ends with: {end}")
 
     async def look(self, replica: Replica) -> None:
         """Ask a backend how it is; a new one is warmed up before it takes requests."""
@@ -182,8 +187,9 @@ class Supervisor:
         try:
             raw = await self.upstream.get(replica, "/v1/models")
         except BackendFailed as error:
-            if not named or error.status not in UNLISTED:
+            if named is None or error.status not in UNLISTED:
                 raise
+            return (named,)
         return (named,) if named else tuple(str(entry["id"]) for entry in loads(raw)["data"])
 
     async def _learn_models(self, replica: Replica) -> None:
@@ -218,8 +224,9 @@ class Supervisor:
         body = {"model": replica.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "prompt": prompt}
         began = first = last = time.monotonic()
+        sent = await prepared(self.upstream, replica, "/v1/completions", body)
         limit = self.upstream.limits.first_byte_seconds
-        async with asyncio.timeout(limit), self.upstream.post(replica, "/v1/completions", body, {}) as response:
+        async with asyncio.timeout(limit), self.upstream.post(replica, "/v1/completions", sent, {}) as response:
             while await self.upstream.part(response, limit):
                 last = time.monotonic()
                 first = last if first == began else first

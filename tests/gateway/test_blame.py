@@ -125,6 +125,13 @@ async def test_an_address_with_a_path_and_a_query_is_asked_as_azure_is(tmp_path,
         assert on.fakes["a"].headers[-1]["api-key"] == "a key"
 
 
+async def test_a_backend_without_a_list_whose_model_has_no_name_gets_the_name_that_the_client_says(tmp_path):
+    more = {"kinds": {"a": "openai"}, "backends": {"a": {"model": "", "serves": ["toy"]}}}
+    async with running([Fake("a", suffix="/of/another/path")], tmp_path, **more) as on:
+        assert (await on.post(PROMPT))[0] == 200
+        assert on.fakes["a"].asked[-1]["model"] == "toy"
+
+
 async def test_requests_wait_for_a_place_and_each_tenant_has_its_turn(tmp_path):
     full = {"a": {"at_once": 1}}
     patient = replace(QUICK, queue_seconds=20)

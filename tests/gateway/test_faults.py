@@ -13,7 +13,8 @@ from aiohttp import web
 from fake import Fake, answer
 from running import ANN, QUICK, TENANTS, running, until
 
-from selfspec_cli.gateway import replica, upstream
+from selfspec_cli.gateway import replica, supervisor, upstream
+from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.client import Client, watch
 from selfspec_cli.gateway.replica import LEAST_FAILURES, State
 from selfspec_cli.gateway.settings import LimitSettings
@@ -254,6 +255,20 @@ async def test_a_server_that_prefills_and_answers_garbage_is_one_that_failed(tmp
     await prefill.stop()
 
 
+async def test_what_is_done_before_a_warm_up_takes_nothing_of_its_time_and_may_ask_the_backend(tmp_path, monkeypatch):
+    waits = [1.2]
+
+    async def before(upstream, replica, path, body):
+        await asyncio.sleep(waits.pop() if waits else 0)
+        async with upstream.post(replica, path, {**body, "max_tokens": 1}, {}):
+            return body
+
+    monkeypatch.setitem(BACKENDS._found, "slow", replace(BACKENDS["split"], before=before))
+    monkeypatch.setattr(supervisor, "FEW", 1)
+    async with running([Fake("a")], tmp_path, kinds={"a": "slow"}, limits=replace(QUICK, first_byte_seconds=1.0)) as on:
+        assert on.gateway.replicas[0].timing.ttft.seen == 1
+
+
 class Long(Fake):
     """Streams a token of 64 KiB a thousand times where the prompt is `long`; counts the bytes that it got rid of."""
 
@@ -417,3 +432,11 @@ async def test_a_fault_of_the_gateways_own_is_one_requests_alone(tmp_path, monke
         monkeypatch.undo()
         assert (await on.post(PROMPT))[0] == 200
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+async def test_a_backend_that_cannot_be_reached_costs_no_request(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path, policy="round_robin") as on:
+        await on.fakes["a"].stop()
+        results = await asyncio.gather(*(on.post(PROMPT) for _ in range(20)))
+        assert [status for status, _, _ in results] == [200] * 20
+        await on.fakes["a"].start()  # `running` stops it once more

@@ -1,6 +1,7 @@
 """`selfspec gateway` as a process, servers that it starts, and several processes at one port."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -87,6 +88,22 @@ async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
         assert (await on.ask(body=STREAM, key="nobody"))[0] == 401
         assert (await on.ask(body=STREAM))[1]["x-selfspec-backend"] == "b"
     await other.stop()
+
+
+async def test_a_fault_while_settings_are_reloaded_is_said_by_the_event_loop(monkeypatch):
+    faults, loop = [], asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "call_exception_handler", lambda context: faults.append(context["exception"]))
+
+    async def reload_settings():
+        raise OSError("no program")
+
+    server.at_hang_up(reload_settings, lambda text: None)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.1)
+    gc.collect()
+    assert faults
+    loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def test_what_a_server_counted_before_other_settings_is_not_counted_again(tmp_path):

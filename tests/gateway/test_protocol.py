@@ -10,7 +10,10 @@ from fake import Fake, answer, warms
 from running import PROMPT, QUICK, WANTED, running
 
 from selfspec_cli.gateway import upstream
+from selfspec_cli.gateway.continuation import ResponsesAnswer
+from selfspec_cli.gateway.request import RESPONSES, Request
 from selfspec_cli.gateway.settings import CacheSettings
+from selfspec_cli.gateway.wire import BrokenStream, Event
 
 STATUSES = [201, 204, 206, 301, 304, 307, 401, 403, 408, 429, 500, 503]
 NO_ANSWERS = [b"<html>", b"", b"[1, 2]", b'{"error": "x"}', b"null", b"{}"]
@@ -173,6 +176,14 @@ async def test_responses_are_streamed_and_survive(tmp_path, at):
         assert "resp_b" not in raw and ("msg_b" not in raw or at == 1)
         (row,) = await on.rows()
         assert (row["tokens"], row["prompt_tokens"], row["survived"]) == (3, 2, int(at is not None))
+
+
+def test_blanks_are_no_event_of_a_response():
+    answer = ResponsesAnswer(Request(RESPONSES, {"input": "hello"}))
+    assert answer.take(Event(b"")) == answer.take(Event(b" [DONE]")) == (None, False)
+    for blanks in (b" ", b"\n"):
+        with pytest.raises(BrokenStream, match="no JSON"):
+            answer.take(Event(blanks))
 
 
 async def test_the_openai_client_reads_answers_streams_and_errors(tmp_path):

@@ -20,11 +20,14 @@ class _Cheapest(Chooser):
         fastest = by_time(request, replicas)
         if fastest.reason != "least_time":
             return fastest
-        expected = [(replica, times) for replica in fastest.order if (times := replica.predict(request))]
-        fits = [one for one in expected if one[1].ttft <= self.ttft and one[1].tpot <= self.tpot]
+        fits = []
+        for replica in fastest.order:
+            expected = replica.predict(request)
+            if expected is not None and expected.ttft <= self.ttft and expected.tpot <= self.tpot:
+                fits.append((replica.price(request, expected), expected.e2e, replica))
         if not fits:
             return Choice(fastest.order, "slo_missed")
-        best, _ = min(fits, key=lambda one: (one[0].price(request, one[1]), one[1].e2e))
+        _, _, best = min(fits, key=lambda one: one[:2])
         rest = [one for one in fastest.order if one is not best]
         return Choice((best, *rest), "cheapest")
 

@@ -1,18 +1,22 @@
 """The backend at which the request adds least to the time of all requests: its own, and what it takes from others.
 
-What a request takes is predicted (`timing`). A backend of which nothing is known is asked first, at most a few times at
-once, and so is one that drafts: what drafts are worth in the text of clients, the requests that warm it up do not say.
-Later one request in EXPLORE goes to the backend that was asked longest ago, because what changed there is seen in no
-other way; not while it would slow down another one of its host.
+What a request takes is predicted from the requests there, the prompt's tokens that are not in the prefix cache, and
+what a round of drafting costs and brings (`timing`). Of a vLLM server the first times are those of the requests that
+warm it up. Another backend, of which nothing is known, is asked first, at most a few times at once, and so is one that
+drafts: what drafts are worth in the text of clients, the requests that warm it up do not say. Later one request in
+EXPLORE goes to the backend that was asked longest ago, because what changed there is seen in no other way; not while it
+would slow down another one of its host.
 
-What the request slows the others down is added: the requests there, times what one more costs a token, for half of
-their answers. Otherwise it would fill the fast backend until it is as slow as the slow one, for all that are there.
+A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all
+that are there. So what it slows the others down is added: the requests there, times what one more costs a token, for
+the half of their answers that they have before them on average.
 
 Nobody is sent to a slower backend for the good of the others alone, since a few such requests are the whole p99: the
 backend that is fastest when idle is left only for one where the request itself is expected to end sooner, by MARGIN of
 the share by which that one is slower when idle: the load of a moment is expected to last, and often it does not.
 
-Of backends of one host that slow each other down, or of which that was not measured, one at a time is used.
+Backends of one host may slow each other down: two servers on the cores of one machine. How much longer a step takes
+while another one of the host is busy is measured. As long as it was not, or if it is, one of them at a time is used.
 
 It loses to round robin where times cannot be predicted: when what makes a backend slow is neither its requests nor the
 prompt (a neighbour on its machine), it follows what was true a few requests ago.

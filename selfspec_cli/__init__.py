@@ -3,8 +3,8 @@
 The packages, in the order in which imports may run:
 
     commands/      the command line: words in, exit codes out
-    stages/        the verbs: plan, sweep, load, fit, roc, tune, check; measure.py is the measuring loop, preflight.py
-                   refuses what could not run, verify/ shows that an arm is lossless
+    stages/        the verbs: plan, sweep, load, fit, roc, tune, doctor, check; measure.py is the measuring loop,
+                   preflight.py refuses what could not run, verify/ shows that an arm is lossless
     report/        points in; tables, figures and the page out
     gateway/       the control layer in front of servers: which backend answers, what is cached, what that gained
     engine/        the only construction of vllm.LLM, and what stages ask of it

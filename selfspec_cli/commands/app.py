@@ -10,10 +10,11 @@ import typer
 
 from selfspec_cli import __version__
 from selfspec_cli.commands import runs
-from selfspec_cli.commands.check import check, verify
+from selfspec_cli.commands.check import check
+from selfspec_cli.commands.doctor import doctor
 from selfspec_cli.commands.fit import fit_draft_weights, fit_heads, fit_lsq, roc, tune
 from selfspec_cli.commands.gateway import gateway
-from selfspec_cli.commands.options import doctor, show_options
+from selfspec_cli.commands.options import show_options
 from selfspec_cli.commands.profile import profile
 from selfspec_cli.commands.quality import evaluate, ppl
 from selfspec_cli.commands.runs import report
@@ -21,6 +22,7 @@ from selfspec_cli.commands.screen import warn
 from selfspec_cli.commands.serve import load, serve
 from selfspec_cli.commands.shared import NamesCommands
 from selfspec_cli.commands.sweep import bench, sweep
+from selfspec_cli.commands.verify import verify
 from selfspec_cli.early_exit import sprint_aliases
 
 COMMANDS = (

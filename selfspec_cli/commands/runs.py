@@ -267,7 +267,7 @@ def _points(folder: Path) -> list[Point]:
 
 
 def _one(points: list[Point], name: str) -> Point:
-    """The newest point whose id begins so."""
+    """The point whose id begins so, the newest of several of one key; raises ConfigError for none or several keys."""
     matching = [point for point in points if point.id.startswith(name)]
     if not matching:
         raise ConfigError(f"no point's id begins with {name!r}; selfspec runs list shows them")

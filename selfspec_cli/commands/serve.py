@@ -159,8 +159,8 @@ def serve(out: Output, overrides: Overrides = None, config: Config = None) -> No
     sys.stdout.flush()
     with suppress(OSError):  # a stdout that a test captures is no file
         os.dup2(sys.stdout.fileno(), 1)
-    command = [*made.command(), *more]
-    os.execvpe(command[0], command, {**os.environ, **made.environment})  # vLLM keeps this id, and gets its signals
+    program = [*made.command(), *more]
+    os.execvpe(program[0], program, {**os.environ, **made.environment})  # vLLM keeps this id, and gets its signals
 
 
 def _says_how_to_draft(word: str) -> bool:

@@ -43,7 +43,7 @@ RUNS = 3
 
 @dataclass(frozen=True)
 class Bound:
-    """A measure must be `limit` at least, or at most where less is better. of_baseline: as a ratio to it."""
+    """A measure must be `limit` at least, or at most where less is better. of_baseline: its ratio to the baseline."""
 
     measure: str
     limit: float

@@ -20,7 +20,8 @@ from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, fit_costs
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.replay import Setting
-from selfspec_cli.engine import cores, requests
+from selfspec_cli.engine import cores
+from selfspec_cli.engine import requests as asking
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.engine.requests import Passage
 from selfspec_cli.progress import Progress, ignore
@@ -231,7 +232,7 @@ def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
     length = min(WINDOW, engine.max_model_len - 1, tokens + 1)
     count = max(1, tokens // (length - 1))
     windows = library.token_windows(engine.encode, library.held_out_text(), length, count, cfg.seed)
-    scores = requests.score(engine, [Passage(window) for window in windows])
+    scores = asking.score(engine, [Passage(window) for window in windows])
     return of_scores([-one.log_likelihood for one in scores], [one.tokens for one in scores])
 
 

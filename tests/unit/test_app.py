@@ -60,15 +60,12 @@ def fits(monkeypatch):
     """What reaches the stage that fits heads."""
     asked = {}
 
-    def Request(**fields):
-        return fields
-
     def run(cfg, request, **more):
-        asked.update(request, path=cfg.model.path, **more)
-        head = {"layer": 2, "kind": "lsq", "head": request["heads"][1], "vocab": request["vocabularies"][-1]}
+        asked.update(vars(request), path=cfg.model.path, **more)
+        head = {"layer": 2, "kind": "lsq", "head": request.heads[1], "vocab": request.vocabularies[-1]}
         return fit.FitResult([head | {"agreement": 0.5, "path": "heads/a"}], 1.0, ["a chat model"])
 
-    stand_in(monkeypatch, "selfspec_cli.stages.fit", run, Request)
+    stand_in(monkeypatch, "selfspec_cli.stages.fit", run, fit.Request)
     return asked
 
 
@@ -79,6 +76,19 @@ def test_every_command_has_help_with_an_example(command):
     assert f"selfspec {name}" in shown.split("Example")[-1]
     assert "--json" in shown and "--debug" in shown
     assert ("--dry-run" in shown) == (name not in ("doctor", "options", "report"))
+
+
+def is_refused(words, expected, model):
+    """Bad input is a short message and exit code 2."""
+    Path("empty.yaml").touch()
+    Path("no_point.json").write_text('{"model": "x"}')
+    alone = words[0] in ("swep", "report", "runs", "compare", "gate", "pull", "doctr") or "model" in " ".join(words)
+    given = words if alone else (*words, model)
+    result = call(*given)
+    assert result.exit_code == 2
+    assert expected in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert len(result.stderr.splitlines()) < 15
 
 
 @pytest.mark.slow
@@ -144,6 +154,15 @@ def test_every_command_has_help_with_an_example(command):
         (("eval", "--limit", "0"), "--limit"),
         (("bench", "--config", "empty.yaml"), "empty.yaml holds no config; allowed: a config that was dumped as YAML"),
         (("bench", "--config", "no_point.json"), "or the file of a point, results/runs/ID.json"),
+    ],
+)
+def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
+    is_refused(words, expected, model)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
         (("serve", "layer=8"), "1..7"),
         (("serve", "k=3,4"), "one point only here"),
         (("serve", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
@@ -177,16 +196,8 @@ def test_every_command_has_help_with_an_example(command):
         (("doctr",), "did you mean 'doctor'?"),
     ],
 )
-def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
-    Path("empty.yaml").touch()
-    Path("no_point.json").write_text('{"model": "x"}')
-    alone = words[0] in ("swep", "report", "runs", "compare", "gate", "pull", "doctr") or "model" in " ".join(words)
-    given = words if alone else (*words, model)
-    result = call(*given)
-    assert result.exit_code == 2
-    assert expected in " ".join(result.stderr.split())
-    assert "Traceback" not in result.output
-    assert len(result.stderr.splitlines()) < 15
+def test_bad_input_of_servers_proofs_and_words_that_are_no_command(words, expected, model):
+    is_refused(words, expected, model)
 
 
 def test_bad_input_with_json_ends_in_a_document():

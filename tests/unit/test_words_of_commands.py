@@ -13,14 +13,14 @@ import pytest
 from commands import call, document, done, model_folder, refused
 
 from selfspec_cli.commands import serve
-from selfspec_cli.commands.options import verdict
+from selfspec_cli.commands.doctor import verdict
 from selfspec_cli.commands.screen import in_words
 from selfspec_cli.commands.shared import complete
 from selfspec_cli.config import choices, model_files, options, paths
 from selfspec_cli.config.schema import GROUPS, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.stages import preflight
+from selfspec_cli.stages import doctor, preflight
 
 CHECKS = paths.experiments_dir() / "checks"
 
@@ -48,7 +48,7 @@ def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
     monkeypatch.setattr("selfspec_cli.stages.preflight.config_file", lambda model: None)
     shown = done("sweep", "model=org/name", "layer=99", "--dry-run")
     assert "are not checked: org/name is not here (hf download org/name)" in shown.stderr
-    check = preflight._settings(RunConfig(model=ModelConfig(path="org/name")))
+    check = doctor._settings(RunConfig(model=ModelConfig(path="org/name")))
     assert check.ok is None and "not checked: org/name is not here" in check.detail
     assert verdict([check]) == "A run could work here; what depends on the model is not checked."
     assert verdict([replace(check, ok=True)]) == "A run could work here."
@@ -73,9 +73,9 @@ def test_a_server_of_random_weights_needs_no_text(tmp_path, monkeypatch):
 def test_the_doctor_notes_what_a_measurement_would_need_besides():
     shape = RunConfig(model=ModelConfig(load_format="dummy", max_model_len=100))
     preflight.check_files(shape)
-    (check,) = preflight._workload(shape)
+    (check,) = doctor._workload(shape)
     assert check.ok is None and check.detail.startswith("to measure: workload.input_len=32")
-    (check,) = preflight._workload(RunConfig(model=shape.model, workload=WorkloadConfig(input_len=2000)))
+    (check,) = doctor._workload(RunConfig(model=shape.model, workload=WorkloadConfig(input_len=2000)))
     assert check.ok is False and check.detail.startswith("workload.input_len=2000")
 
 

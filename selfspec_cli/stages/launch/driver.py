@@ -24,7 +24,7 @@ from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.extras import install
 from selfspec_cli.progress import Progress
-from selfspec_cli.record import folder
+from selfspec_cli.record import folder as record_folder
 from selfspec_cli.record.point import Point, from_json
 from selfspec_cli.stages.launch import work
 from selfspec_cli.stages.launch.work import Ended, Sent, Unit, cut, description, points_of, rest
@@ -95,12 +95,12 @@ def launch_here(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callabl
         running.join()
 
 
-def running() -> str | None:
+def ray_address() -> str | None:
     """Address of the Ray cluster to join, by Ray's own variable; None: one is started on this host."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
-def connected(cfg: RunConfig) -> Any:
+def ray_connected(cfg: RunConfig) -> Any:
     """The module `ray`, connected. Raises ConfigError: ray is not installed, or there is no cluster at that address."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would measure an engine behind all else on the host
@@ -109,7 +109,7 @@ def connected(cfg: RunConfig) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(f"launcher=ray: ray is not installed: {install('ray')}") from error
     if not ray.is_initialized():
-        address = running()
+        address = ray_address()
         local: dict[str, Any] = {}
         if not address:  # Ray starts a Python process for each processor, before any task
             cores = max(len(work.own_cores()), work.A_WORKER) if device_of(cfg) == "cpu" else workers_here(cfg)
@@ -123,15 +123,15 @@ def connected(cfg: RunConfig) -> Any:
 
 def ray_workers(cfg: RunConfig) -> int:
     """Units at once on the cluster. Raises ConfigError: no node has what a worker takes; Ray would wait for ever."""
-    if running() is None:
+    if ray_address() is None:
         return workers_here(cfg)
     on_cpu = device_of(cfg) == "cpu"
     name, each = ("CPU", work.A_WORKER) if on_cpu else ("GPU", cfg.model.tensor_parallel_size)
-    nodes = [int(node["Resources"].get(name, 0)) for node in connected(cfg).nodes() if node["Alive"]]
+    nodes = [int(node["Resources"].get(name, 0)) for node in ray_connected(cfg).nodes() if node["Alive"]]
     room = sum(have // each for have in nodes)
     if not room:
         raise ConfigError(
-            f"RAY_ADDRESS={running()}: a worker takes {each} {name}(s) of one node, and "
+            f"RAY_ADDRESS={ray_address()}: a worker takes {each} {name}(s) of one node, and "
             f"no node of this Ray cluster has more than {max(nodes, default=0)}"
         )
     return room if cfg.launcher.workers is None else min(cfg.launcher.workers, room)
@@ -139,7 +139,7 @@ def ray_workers(cfg: RunConfig) -> int:
 
 def launch_on_ray(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Unit], str]) -> Generator[Sent]:
     """As `launch_here`, each unit as a Ray task that streams its points. A lost node ends the units that it had."""
-    ray = connected(cfg)
+    ray = ray_connected(cfg)
     on_cpu = device_of(cfg) == "cpu"
 
     def streamed(document: dict[str, Any], log: str | None) -> Iterator[str | Ended]:
@@ -158,7 +158,7 @@ def launch_on_ray(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Calla
                 unit = waiting.pop(0)
                 need = {"num_cpus": work.A_WORKER} if on_cpu else {"num_cpus": 1, "num_gpus": unit.gpus}
                 task = remote.options(num_returns="streaming", max_retries=0, **need)
-                place = log(unit) if running() is None else None  # another node may not see that folder
+                place = log(unit) if ray_address() is None else None  # another node may not see that folder
                 streams[unit.name] = unit, task.remote(description(unit, f"{run_id}{unit.name}"), place)
             interrupts.check()
             ready, _ = ray.wait([stream for _, stream in streams.values()], num_returns=1, timeout=0.5)
@@ -175,7 +175,7 @@ def launch_on_ray(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Calla
     finally:
         for _, stream in streams.values():
             ray.cancel(stream, force=False)
-        if running() is None:
+        if ray_address() is None:
             ray.shutdown()  # the cluster on this host was for this command
 
 
@@ -262,8 +262,8 @@ def collect(results: str | os.PathLike[str]) -> list[str]:
     found = sorted(Path(results).glob("logs/*-jobs/spool-*/*.json"))
     for file in found:
         try:
-            folder.save(results, from_json(file.read_text(encoding="utf-8")))
-        except folder.RecordError as error:
+            record_folder.save(results, from_json(file.read_text(encoding="utf-8")))
+        except record_folder.RecordError as error:
             if not isinstance(error.__cause__, FileExistsError):  # saved, and the driver died before it took it away
                 raise
         file.unlink()

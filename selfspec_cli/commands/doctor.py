@@ -40,9 +40,9 @@ def verdict(checks: list[Check]) -> str:
 
 
 def _patches() -> list[tuple[str, bool, str]]:
-    from selfspec_cli.vllm_plugin import patches
+    from selfspec_cli.vllm_plugin import compat
 
-    return [*patches.check()]
+    return [*compat.check()]
 
 
 def show(checks: list[Check]) -> None:

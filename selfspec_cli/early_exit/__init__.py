@@ -22,7 +22,7 @@
     head_metadata.py  the metadata of a head's file, checked without its tensors; no torch
     artifact.py       heads with their tensors; the fingerprint of a model
     head_module.py    a head that runs; draft_vocab.py: which tokens a draft may be
-    fitting.py        heads fitted by least squares, and the scale of their outputs
+    fitting.py        heads fitted by least squares (equations.py), and the scale of their outputs
     fitted_weights.py copies of weights that are made from data
 
     how much to draft, and what it was worth

@@ -18,7 +18,7 @@ from selfspec_cli.config.facts import model_facts, needed
 from selfspec_cli.config.model_files import draft_vocabulary, head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.early_exit.fitting import FitError
+from selfspec_cli.early_exit.equations import FitError
 from selfspec_cli.early_exit.heads import HeadSpec
 from selfspec_cli.engine.live import Engine, OpenEngine, open_engine
 from selfspec_cli.progress import Progress, ignore

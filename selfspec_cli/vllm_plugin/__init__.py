@@ -1,9 +1,9 @@
 """Everything that touches vLLM's internals. Runs in vLLM's own processes; knows `early_exit` and nothing above itself.
 
-hooks.py          is early exit asked for? The only code that runs in a plain engine
-patches.py        which names of vLLM are replaced, and why, and how
-subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners, and how an engine gets them;
-                  wrap.py: how each is written
+detection.py      is early exit asked for? With hooks.py the only code that runs in a plain engine
+patches.py        which names of vLLM are replaced, and why; compat.py: how
+subclasses.py     what is overridden of vLLM's classes: worker, scheduler, model runners; overrides.py: how one is
+                  made, and how an engine gets it; wrap.py: how each override is written
 vllm_names.py     the names of vLLM that are imported
 releases/         the supported releases, how they differ, and which is installed; seams.toml is all that is used of
                   vLLM, and admission.py looks for it in the source of an untried release
@@ -12,7 +12,8 @@ spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config
 refusals.py       what early exit cannot do, refused by name before an engine starts
 compile_cache.py  what was compiled once is found again
 interpreted.py    the V2 model runner on a CPU, in Triton's interpreter, for tests
-decoder.py        where the decoder layers of a loaded model are, whether they can be cut short, what a step reads
+decoder.py        where the decoder layers of a loaded model are, whether they can be cut short; step_bytes.py: what a
+                  step reads
 trunk.py          the draft: a view of the target with some of its layers, and the positions of its steps
 exit_head.py      an exit head bound to the loaded model; live_gate.py: the gate of a running engine
 attention/        drafting.py: the draft's attention in place of vLLM's; one_query.py: the kernel for it
@@ -42,9 +43,9 @@ def register() -> None:
     """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice. It replaces
     nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never raises."""
     try:
-        from selfspec_cli.vllm_plugin import patches
+        from selfspec_cli.vllm_plugin import compat
 
-        patches.register()
+        compat.register()
     except Exception as error:  # a damaged installation of selfspec must not take vLLM down
         import logging
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.vllm_names import SpeculativeConfig
 
 

@@ -22,17 +22,10 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.equations import FitReport, NormalEquations
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, About, FittedWeights, weighted_error
-from selfspec_cli.early_exit.fitting import (
-    FitReport,
-    NormalEquations,
-    choose_ridge,
-    fit_head,
-    fit_scale,
-    scaled,
-    translator_target,
-)
+from selfspec_cli.early_exit.fitting import choose_ridge, fit_head, fit_scale, scaled, translator_target
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 from selfspec_cli.early_exit.heads import HeadSpec

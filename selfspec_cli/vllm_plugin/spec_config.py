@@ -21,9 +21,9 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings, flat_head_warning, warnings_for
 from selfspec_cli.early_exit.settings import METHOD_ALIASES, METHODS, USER_KEYS
-from selfspec_cli.vllm_plugin import compile_cache, refusals, releases, subclasses
+from selfspec_cli.vllm_plugin import compile_cache, overrides, refusals, releases
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-from selfspec_cli.vllm_plugin.hooks import COLLECT_KEY, SETTINGS_KEY
+from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
 from selfspec_cli.vllm_plugin.target_facts import facts_of, target_of
 
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
@@ -58,7 +58,7 @@ def understand_layer_skip(
 ) -> vllm.SpeculativeConfig | None:
     """What the original, `EngineArgs.create_speculative_config`, makes of a request for early exit; `self` stays."""
     set_strict(False)  # an engine before this one in the process may have been strict
-    subclasses.name_in(self, target_parallel_config)
+    overrides.name_in(self, target_parallel_config)
     spec = _spec_of(self)
     spec["method"] = METHOD_ALIASES.get(spec.get("method", ""), spec.get("method"))
     if spec["method"] not in METHODS:

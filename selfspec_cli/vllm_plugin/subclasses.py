@@ -7,58 +7,12 @@ a worker has made its class. A class of the user's own is subclassed as vLLM's a
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-from selfspec_cli.vllm_plugin.refusals import require_runner
+from selfspec_cli.vllm_plugin.overrides import SCHEDULER, WORKER, Methods, overriding
 from selfspec_cli.vllm_plugin.wrap import around
-
-Methods = Mapping[str, Callable[[Any], Any]]
-"""Name of a method -> function of ours that gets the base's method and returns what overrides it."""
-
-
-def overriding(base: type, methods: Methods) -> type:
-    """A subclass of `base` with other `methods`, and of vLLM's mixins of `base`, which vLLM looks for there."""
-    members = {name: make(getattr(base, name)) for name, make in methods.items()}
-    return type(f"EarlyExit{base.__name__}", (base, *base.__bases__[1:]), {**members, "__module__": __name__})
-
-
-def copied_as(kind: type, original: Any) -> Any:
-    """An object of class `kind`, a subclass of the class of `original`, with the attributes of `original`."""
-    copy: Any = object.__new__(kind)
-    vars(copy).update(vars(original))
-    return copy
-
-
-PLACE = __name__  # the module that vLLM finds our subclasses in
-WORKER, SCHEDULER = "worker_of:", "scheduler_of:"
-USUAL_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.worker.gpu_worker.Worker"}
-"""vLLM's worker for each kind of device that early exit runs on (refusals.py), as its platforms name it."""
-
-
-def name_in(args: vllm.EngineArgs, parallel: vllm.ParallelConfig) -> None:
-    """Name our worker and scheduler in the arguments, from which vLLM makes the scheduler's configuration later on, and
-    in the configuration of an engine with early exit. Raises SettingsError for a device without it."""
-    chosen = args.scheduler_cls
-    if chosen is None:
-        args.scheduler_cls = f"{PLACE}.scheduler"  # whether it is asynchronous is not decided yet
-    elif not str(chosen).startswith(PLACE):
-        args.scheduler_cls = subclass_of(chosen, SCHEDULER)
-    if parallel.worker_cls == "auto":
-        device = str(vllm.current_platform.device_type)
-        require_runner(device, None)
-        parallel.worker_cls = subclass_of(USUAL_WORKERS[device], WORKER)
-    elif not parallel.worker_cls.startswith(PLACE):
-        parallel.worker_cls = subclass_of(parallel.worker_cls, WORKER)
-
-
-def subclass_of(base: Any, kind: str) -> str:
-    """The dotted name of our subclass of `base`, a class or its dotted name. kind: `WORKER` or `SCHEDULER`.
-    vLLM splits a name at its last dot, so that of the base has none."""
-    dotted = base if isinstance(base, str) else f"{base.__module__}.{base.__qualname__}"
-    module, _, name = dotted.rpartition(".")
-    return f"{PLACE}.{kind}{module.replace('.', '/')}:{name}"
 
 
 def __getattr__(name: str) -> Any:
@@ -85,11 +39,11 @@ def adopt(runner: Any, v2: bool) -> None:
 
 
 def _of_scheduler() -> Methods:
-    from selfspec_cli.vllm_plugin import patches
+    from selfspec_cli.vllm_plugin import compat
     from selfspec_cli.vllm_plugin.observe import transport
     from selfspec_cli.vllm_plugin.v2 import scheduling
 
-    patches.apply("scheduler")  # an engine core makes its scheduler before it chooses how to step
+    compat.apply("scheduler")  # an engine core makes its scheduler before it chooses how to step
     return {
         "__init__": scheduling.with_planner,
         "schedule": scheduling.plan_drafts,
@@ -112,9 +66,9 @@ def _of_worker() -> Methods:
 @around
 def _with_runner(original: Callable[[Any], None], self: Any) -> None:
     """Override of a worker's `init_device`, which makes the model runner."""
-    from selfspec_cli.vllm_plugin import patches
+    from selfspec_cli.vllm_plugin import compat
 
-    patches.apply("worker")
+    compat.apply("worker")
     original(self)
     adopt(self.model_runner, self.use_v2_model_runner)
 

@@ -154,7 +154,7 @@ class EarlyExitWorker:
 
     def early_exit_weights(self) -> dict[str, int]:
         """Bytes of the target's weights, and of what drafting adds (the exit head, copies of weights)."""
-        from selfspec_cli.vllm_plugin.decoder import weight_bytes
+        from selfspec_cli.vllm_plugin.step_bytes import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()
         target = weight_bytes([runner.get_model()])
@@ -170,7 +170,7 @@ class EarlyExitWorker:
     def early_exit_step_bytes(self) -> dict[str, float] | None:
         """Bytes that one full step and one draft step read: weights, and keys and values a token of context.
         None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights."""
-        from selfspec_cli.vllm_plugin.decoder import step_bytes
+        from selfspec_cli.vllm_plugin.step_bytes import step_bytes
 
         drafter = self._early_exit_drafter()
         if not hasattr(drafter, "head"):

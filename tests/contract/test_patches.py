@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli.vllm_plugin import hooks, patches, register, releases
+from selfspec_cli.vllm_plugin import compat, detection, patches, register, releases
 from selfspec_cli.vllm_plugin.patches import Patch
 from selfspec_cli.vllm_plugin.releases import DISTRIBUTIONS, SUPPORTED, Release, admission
 
@@ -23,14 +23,14 @@ EARLY_EXIT = {"method": "layer_skip", "layer_skip": 2}
 
 
 def in_place(target: str):
-    owner, name = patches._find(target)
+    owner, name = compat._find(target)
     return vars(owner)[name]
 
 
 @pytest.fixture(autouse=True)
 def nothing_was_admitted(monkeypatch):
     monkeypatch.setenv(releases.ADMITTED, "")
-    monkeypatch.setattr(patches, "_entrances", [])
+    monkeypatch.setattr(compat, "_entrances", [])
     releases.here.cache_clear()
     yield
     releases.here.cache_clear()
@@ -44,8 +44,8 @@ def scratch(monkeypatch):
     module.wrap = lambda original: lambda: f"patched {original()}"
     monkeypatch.setitem(sys.modules, "selfspec_scratch", module)
     patch = replace(patches.PATCHES[0], target="selfspec_scratch:target", replacement="selfspec_scratch:wrap")
-    monkeypatch.setattr(patches, "PATCHES", (patch,))
-    monkeypatch.setattr(patches, "_applied", set())
+    monkeypatch.setattr(compat, "PATCHES", (patch,))
+    monkeypatch.setattr(compat, "_applied", set())
     return module
 
 
@@ -64,8 +64,8 @@ def engine_args(monkeypatch):
     module = types.ModuleType("vllm.engine.arg_utils")
     module.EngineArgs = EngineArgs
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
-    monkeypatch.setattr(patches, "_applied", set())
-    monkeypatch.setattr(patches, "PATCHES", ())
+    monkeypatch.setattr(compat, "_applied", set())
+    monkeypatch.setattr(compat, "PATCHES", ())
     return EngineArgs
 
 
@@ -97,9 +97,9 @@ def test_a_stage_is_applied_as_a_whole_or_not_at_all(scratch, monkeypatch):
     """One misspelt target is an error, never an addition, and leaves the others as they were."""
     original = scratch.target
     wrong = replace(patches.PATCHES[0], target="selfspec_scratch:targte")
-    monkeypatch.setattr(patches, "PATCHES", (*patches.PATCHES, wrong))
+    monkeypatch.setattr(compat, "PATCHES", (*compat.PATCHES, wrong))
     with pytest.raises(RuntimeError, match="vLLM has no selfspec_scratch:targte"):
-        patches.apply("config")
+        compat.apply("config")
     assert not hasattr(scratch, "targte")
     assert scratch.target is original
 
@@ -108,7 +108,7 @@ def test_a_target_that_is_only_inherited_is_not_found():
     """Replacing it on the subclass would be an addition."""
     inherited = "vllm.v1.spec_decode.draft_model:DraftModelProposer.propose"
     assert pkgutil.resolve_name(inherited)
-    assert patches._find(inherited) is None
+    assert compat._find(inherited) is None
 
 
 MOVED = [
@@ -165,7 +165,7 @@ def test_a_vllm_that_moved_nothing_is_prepared_when_early_exit_is_asked_for(
 ):
     """One warning, and nothing is replaced before; the processes that an engine starts know of it."""
     patch = Patch("selfspec_scratch:target", "selfspec_scratch:wrap", "config", "it is there")
-    monkeypatch.setattr(patches, "PATCHES", (patch,))
+    monkeypatch.setattr(compat, "PATCHES", (patch,))
     untouched = engine_args.create_engine_config
     version("0.33.1+cu130")
     moved(SUPPORTED[-1], [])
@@ -196,7 +196,7 @@ def test_whatever_a_plain_engine_is_configured_with_the_hooks_let_it_pass(engine
     register()
     assert engine_args(config, config).create_engine_config()[0] == "vLLM's own"
     plain = types.SimpleNamespace(speculative_config=None, additional_config=config)
-    assert not hooks.carried_by(plain) and not hooks.carried_by(None)
+    assert not detection.carried_by(plain) and not detection.carried_by(None)
 
 
 def test_a_vllm_whose_engine_arguments_moved_is_left_alone(engine_args, version):
@@ -208,7 +208,7 @@ def test_a_vllm_whose_engine_arguments_moved_is_left_alone(engine_args, version)
 
 def test_a_name_that_is_missing_in_a_known_vllm_is_an_answer_and_no_crash(scratch, engine_args, monkeypatch, caplog):
     gone = Patch("selfspec_scratch:gone", "selfspec_scratch:wrap", "config", "it was there")
-    monkeypatch.setattr(patches, "PATCHES", (gone,))
+    monkeypatch.setattr(compat, "PATCHES", (gone,))
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
         register()
     assert len(caplog.records) == 1
@@ -218,8 +218,8 @@ def test_a_name_that_is_missing_in_a_known_vllm_is_an_answer_and_no_crash(scratc
 
 
 def test_a_damaged_installation_of_selfspec_is_one_line_in_the_log(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "selfspec_cli.vllm_plugin.patches", None)  # importing it raises ImportError
-    monkeypatch.delattr(sys.modules["selfspec_cli.vllm_plugin"], "patches")
+    monkeypatch.setitem(sys.modules, "selfspec_cli.vllm_plugin.compat", None)  # importing it raises ImportError
+    monkeypatch.delattr(sys.modules["selfspec_cli.vllm_plugin"], "compat")
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
         register()
     assert len(caplog.records) == 1
@@ -243,11 +243,11 @@ def test_what_was_not_imported_when_vllm_started_is_patched_when_early_exit_is_a
     (tmp_path / "selfspec_late.py").write_text("def target(): return 'late'\n")
     monkeypatch.syspath_prepend(tmp_path)
     late = replace(patches.PATCHES[0], target="selfspec_late:target")
-    monkeypatch.setattr(patches, "PATCHES", (*patches.PATCHES, late))
+    monkeypatch.setattr(compat, "PATCHES", (*compat.PATCHES, late))
     register()
     assert scratch.target() == "patched original"
     assert "selfspec_late" not in sys.modules
-    patches.apply("config")
+    compat.apply("config")
     assert sys.modules["selfspec_late"].target() == "patched late"
     monkeypatch.delitem(sys.modules, "selfspec_late")
 
@@ -263,7 +263,7 @@ def test_no_vllm_at_all_is_named_with_what_to_install(version):
 def test_the_hooks_know_the_methods_and_keys_that_users_write():
     from selfspec_cli.early_exit import settings
 
-    assert tuple(hooks.METHODS) == (*settings.METHOD_ALIASES, *settings.METHODS)
+    assert tuple(detection.METHODS) == (*settings.METHOD_ALIASES, *settings.METHODS)
 
 
 def test_the_page_says_of_every_replaced_name_when_it_could_go_and_of_no_other():

@@ -21,7 +21,8 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.gateway.continuation import Answer, Way, by_ids
 from selfspec_cli.gateway.request import CHAT, COMPLETIONS, Request
 from selfspec_cli.vllm_plugin import releases, spec_config
-from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, answer_streamed_input, check_requests
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.hooks import answer_streamed_input, check_requests
 from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 from selfspec_cli.vllm_plugin.refusals import refuse_context
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.v2 import device_loop, step_times
 
 pytestmark = pytest.mark.contract

@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_source import V1_RUNNER, V2_RUNNER, WORKER
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin import patches, register, subclasses
-from selfspec_cli.vllm_plugin.subclasses import overriding, subclass_of
+from selfspec_cli.vllm_plugin import compat, overrides, register, subclasses
+from selfspec_cli.vllm_plugin.overrides import overriding, subclass_of
 from selfspec_cli.vllm_plugin.v2.runner import with_short_draft_sampler
 
 pytestmark = pytest.mark.contract
@@ -77,11 +77,11 @@ def theirs(monkeypatch):
 def test_a_scheduler_and_a_worker_of_the_user_are_subclassed_once(theirs, as_class):
     args = SimpleNamespace(scheduler_cls=theirs.Fair if as_class else "users.own.Fair")
     parallel = SimpleNamespace(worker_cls="users.own.Loud")
-    subclasses.name_in(args, parallel)
+    overrides.name_in(args, parallel)
     once = args.scheduler_cls, parallel.worker_cls
     assert resolved(once[0]).__bases__[0] is theirs.Fair
     assert resolved(once[1]).__bases__[0] is theirs.Loud
-    subclasses.name_in(args, parallel)
+    overrides.name_in(args, parallel)
     assert (args.scheduler_cls, parallel.worker_cls) == once
 
 
@@ -98,7 +98,7 @@ def test_an_extension_that_is_mixed_into_a_worker_is_found_in_the_subclass(their
             return "more"
 
     theirs.Loud.__bases__ += (Extension,)
-    kind = resolved(subclass_of("users.own.Loud", subclasses.WORKER))
+    kind = resolved(subclass_of("users.own.Loud", overrides.WORKER))
     assert Extension in kind.__bases__ and kind.more(None) == "more"
 
 
@@ -115,10 +115,10 @@ def test_each_override_gets_the_method_of_the_base_and_leaves_the_base_alone():
 @pytest.mark.parametrize("v2", [True, False])
 def test_a_worker_prepares_vllm_before_it_makes_its_device_and_adopts_the_runner_after_it(theirs, monkeypatch, v2):
     order = []
-    monkeypatch.setattr(patches, "apply", lambda stage: order.append(stage))
+    monkeypatch.setattr(compat, "apply", lambda stage: order.append(stage))
     monkeypatch.setattr(subclasses, "adopt", lambda runner, v2: order.append((runner, v2)))
     theirs.Loud.init_device = lambda self: order.append("device") or setattr(self, "model_runner", "runner")
-    worker = object.__new__(resolved(subclass_of("users.own.Loud", subclasses.WORKER)))
+    worker = object.__new__(resolved(subclass_of("users.own.Loud", overrides.WORKER)))
     worker.use_v2_model_runner = v2
     worker.init_device()
     assert order == ["worker", "device", ("runner", v2)]
@@ -127,8 +127,8 @@ def test_a_worker_prepares_vllm_before_it_makes_its_device_and_adopts_the_runner
 def test_a_scheduler_prepares_the_engine_core_before_it_is_made(theirs, monkeypatch):
     """An engine core makes its scheduler, and then chooses by which method it steps."""
     asked = []
-    monkeypatch.setattr(patches, "apply", asked.append)
-    resolved(subclass_of("users.own.Fair", subclasses.SCHEDULER))
+    monkeypatch.setattr(compat, "apply", asked.append)
+    resolved(subclass_of("users.own.Fair", overrides.SCHEDULER))
     assert asked == ["scheduler"]
 
 
@@ -167,9 +167,9 @@ def test_a_v2_runners_rejection_sampler_is_ours_with_what_it_was_made_with():
 @pytest.mark.parametrize(("platform", "device"), [("cuda", "cuda"), ("rocm", "cuda"), ("cpu", "cpu")])
 def test_each_platform_has_the_worker_that_is_subclassed(vllm, platform, device):
     text = vllm.text(f"vllm.platforms.{platform}")
-    assert f'parallel_config.worker_cls = "{subclasses.USUAL_WORKERS[device]}"' in text
+    assert f'parallel_config.worker_cls = "{overrides.USUAL_WORKERS[device]}"' in text
     assert f'device_type: str = "{device}"' in text
-    module, _, name = subclasses.USUAL_WORKERS[device].rpartition(".")
+    module, _, name = overrides.USUAL_WORKERS[device].rpartition(".")
     assert vllm.find(f"{module}:{name}") is not None
 
 
@@ -178,7 +178,7 @@ def test_on_any_other_device_early_exit_is_refused_before_a_worker_is_named(monk
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type="xpu"))
     args, parallel = SimpleNamespace(scheduler_cls=None), SimpleNamespace(worker_cls="auto")
     with pytest.raises(SettingsError, match="not supported on xpu; allowed: cpu and cuda"):
-        subclasses.name_in(args, parallel)
+        overrides.name_in(args, parallel)
     assert parallel.worker_cls == "auto"
 
 

@@ -19,7 +19,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.v1.sampling import (
     Budgets,
     _with_drafts_counted,

@@ -10,7 +10,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
-from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, capture_every_width
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.hooks import capture_every_width
 from selfspec_cli.vllm_plugin.v2 import graphs
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
 from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of, planners_like

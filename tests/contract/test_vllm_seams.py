@@ -23,7 +23,7 @@ from vllm_source import V1_PROPOSER, V2_SPECULATOR
 import selfspec_cli
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.stages.verify import run as verifying
-from selfspec_cli.vllm_plugin import patches, trunk
+from selfspec_cli.vllm_plugin import compat, patches, trunk
 from selfspec_cli.vllm_plugin.target_facts import facts_of
 from selfspec_cli.vllm_plugin.weights.shared import SharedLinear, multiplies_with_pytorch, on_own_weight
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.contract
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.target)
 def test_patch_target_and_replacement_exist(patch):
-    found = {target: there for target, there, _ in patches.check()}
+    found = {target: there for target, there, _ in compat.check()}
     assert found[patch.target], f"vLLM moved {patch.target}"
     assert callable(pkgutil.resolve_name(patch.replacement))
 

@@ -19,8 +19,9 @@ from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, Wor
 from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.equations import FitError, NormalEquations
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head
+from selfspec_cli.early_exit.fitting import fit_head
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.early_exit.heads import HEADS, HeadSpec, examples

@@ -20,7 +20,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.rule import Choice
 from selfspec_cli.vllm_plugin import register
-from selfspec_cli.vllm_plugin.subclasses import overriding
+from selfspec_cli.vllm_plugin.overrides import overriding
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep

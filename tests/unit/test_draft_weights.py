@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights, WeightFacts, require_draft_weights
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin import decoder, exit_head
+from selfspec_cli.vllm_plugin import exit_head, step_bytes
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
 from selfspec_cli.vllm_plugin.weights.copied import (
@@ -355,9 +355,9 @@ def test_copies_count_with_their_own_bytes_beside_the_target(monkeypatch):
     layer = Layer()
     changed = on_copies(layer)
     linear = 2 * 64 * 128
-    beside = decoder.weight_bytes([layer, changed]) - decoder.weight_bytes([layer])
+    beside = step_bytes.weight_bytes([layer, changed]) - step_bytes.weight_bytes([layer])
     assert beside == linear + 4 * (128 + 64)  # a byte a weight, a float32 a row
-    assert decoder.weight_bytes([layer]) - decoder.weight_bytes([changed]) == linear - 4 * (128 + 64)
+    assert step_bytes.weight_bytes([layer]) - step_bytes.weight_bytes([changed]) == linear - 4 * (128 + 64)
 
 
 class Packed(Linear):
@@ -385,7 +385,7 @@ def test_a_packed_weight_counts_with_the_bytes_that_it_had(sizes):
     layer = nn.Module()
     layer.weight, layer.cpu_linear = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False), None
     setattr(layer, f"output_{sizes}", 48), setattr(layer, f"input_{sizes}", 32)
-    assert decoder.weight_bytes([layer]) == 2 * 48 * 32
+    assert step_bytes.weight_bytes([layer]) == 2 * 48 * 32
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_a_head_over_lm_head_rows_reads_a_copy_of_them(ids, translator, monkeypa
     assert shared.copied is None and bound(lens_head(None), "shared", target).copied is None
     monkeypatch.setattr(copied_weights, "kernels_of", lambda kind, device: fp8_kernels)  # as on CUDA
     tensors = bound(head, "fp8", target).tensors
-    read = decoder.weight_bytes([], [tensor for tensor in tensors if tensor.dtype is not torch.bfloat16])
+    read = step_bytes.weight_bytes([], [tensor for tensor in tensors if tensor.dtype is not torch.bfloat16])
     assert read == rows * (64 + 4) + (0 if ids is None else 8 * rows)
 
 

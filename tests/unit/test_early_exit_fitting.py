@@ -13,11 +13,9 @@ from torch.nn import functional as F
 
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit.artifact import load_head, save_head, save_pt
+from selfspec_cli.early_exit.equations import FitError, NormalEquations, _row_blocks
 from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.fitting import (
-    FitError,
-    NormalEquations,
-    _row_blocks,
     agreement,
     choose_ridge,
     fit_head,

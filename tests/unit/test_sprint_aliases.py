@@ -8,7 +8,7 @@ import pytest
 from commands import call, done, refused
 
 from selfspec_cli.early_exit import sprint_aliases
-from selfspec_cli.vllm_plugin import hooks
+from selfspec_cli.vllm_plugin import detection, hooks
 
 SPRINT = {"LAYERSKIP": "12", "EE_GATE": "varH", "EE_TAU_V": "5"}
 
@@ -130,5 +130,5 @@ def test_a_bad_old_variable_never_breaks_vllm(monkeypatch, caplog):
 @pytest.mark.parametrize("layer", [1, None, False, "00", 0.5])
 def test_no_other_layer_is_off(layer):
     spec = {"method": "layer_skip", "layer_skip": layer}
-    assert not hooks.asks_for_no_layers(SimpleNamespace(speculative_config=spec))
-    assert not hooks.asks_for_no_layers(SimpleNamespace(speculative_config={"method": "ngram", "layer_skip": 0}))
+    assert not detection.asks_for_no_layers(SimpleNamespace(speculative_config=spec))
+    assert not detection.asks_for_no_layers(SimpleNamespace(speculative_config={"method": "ngram", "layer_skip": 0}))

@@ -13,7 +13,7 @@ from selfspec_cli.early_exit.counters import INVARIANTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.vllm_plugin.observe.watch import Watch, _Leaving
-from selfspec_cli.vllm_plugin.subclasses import overriding
+from selfspec_cli.vllm_plugin.overrides import overriding
 from selfspec_cli.vllm_plugin.v2.runner import with_short_drafts
 from selfspec_cli.vllm_plugin.v2.state import DeviceRecorder
 from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode

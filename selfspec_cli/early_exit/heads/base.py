@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfspec_cli.early_exit.fitting import FitReport, NormalEquations
+    from selfspec_cli.early_exit.equations import FitReport, NormalEquations
 
 Shape = tuple[str | int, ...]
 """Sizes of a tensor: numbers, or "hidden", "rows" (V') and "rank"."""

@@ -10,7 +10,7 @@ from selfspec_cli.early_exit.heads.base import HeadKind, Shape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfspec_cli.early_exit.fitting import FitReport, NormalEquations
+    from selfspec_cli.early_exit.equations import FitReport, NormalEquations
 
 
 class Lens(HeadKind):

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
+from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.subclasses import copied_as, overriding
 from selfspec_cli.vllm_plugin.weights.shared import shallow_copy
 from selfspec_cli.vllm_plugin.wrap import around
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
-from selfspec_cli.vllm_plugin.subclasses import copied_as, overriding
+from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
 from selfspec_cli.vllm_plugin.v2.scheduling import CHOICE
 from selfspec_cli.vllm_plugin.wrap import around
 

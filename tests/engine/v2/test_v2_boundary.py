@@ -113,7 +113,7 @@ from selfspec_cli.vllm_plugin.interpreted import interpret_kernels
 interpret_kernels()
 from test_v2_boundary import replaced_names
 import vllm.engine.arg_utils, vllm.v1.worker.gpu.model_runner, vllm.v1.worker.gpu_worker
-from selfspec_cli.vllm_plugin import patches, register
+from selfspec_cli.vllm_plugin import compat, register
 from selfspec_cli.vllm_plugin.patches import PATCHES
 from selfspec_cli.vllm_plugin.v2 import scheduling
 
@@ -121,7 +121,7 @@ register()
 everywhere = {patch.target for patch in PATCHES if patch.stage == "config"}
 assert 0 < len(replaced_names()) and replaced_names() <= everywhere, replaced_names() - everywhere
 for stage in ("config", "scheduler", "worker"):
-    patches.apply(stage)
+    compat.apply(stage)
 listed = {patch.target for patch in PATCHES}
 assert replaced_names() == listed, replaced_names() ^ listed
 vllm.v1.worker.gpu_worker.Worker.more = scheduling.plan_drafts

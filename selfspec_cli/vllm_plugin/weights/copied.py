@@ -314,10 +314,7 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
     gate_and_up, down = (_unpacked_experts(weight, kernel.isa) for weight in weights.values())
     size = experts.moe_config.intermediate_size_per_partition  # the CPU's kernels pad it with zeros
     gate, up = gate_and_up.chunk(2, dim=1)
-    return {
-        "w13_weight": torch.cat([gate[:, :size], up[:, :size]], dim=1),
-        "w2_weight": down[:, :, :size].contiguous(),
-    }
+    return {"w13_weight": torch.cat([gate[:, :size], up[:, :size]], dim=1), "w2_weight": down[:, :, :size].contiguous()}
 
 
 def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:

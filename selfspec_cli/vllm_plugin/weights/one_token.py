@@ -139,14 +139,7 @@ def _of_rows(words, scales, first, rows, group, TOTAL: tl.constexpr, BITS: tl.co
 
 @triton.jit
 def _times_token(
-    weights,
-    rounded,
-    factors,
-    group,
-    TOTAL: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ASM: tl.constexpr,
+    weights, rounded, factors, group, TOTAL: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr
 ):
     """Groups of each row times those of the token: a tuple of ROWS float32 [GROUPS]."""
     low, high, factor = _token(rounded, factors, group, group < TOTAL)

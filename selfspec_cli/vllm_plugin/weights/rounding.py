@@ -123,14 +123,7 @@ def _store_rounded(parts, rounded, factors, group, token, here, TOKENS: tl.const
 
 @triton.jit
 def _round(
-    x,
-    rounded,
-    factors,
-    groups,
-    TOKENS: tl.constexpr,
-    HALVES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, rounded, factors, groups, TOKENS: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr
 ):
     """Some groups of a token."""
     _wait_for_what_is_in_front(EARLY)
@@ -231,13 +224,7 @@ def round_tokens(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
     rounded, factors = room_for(groups, padded(tokens), x.device)
     _round[(triton.cdiv(groups, AT_ONCE), tokens)](
-        x,
-        rounded,
-        factors,
-        groups,
-        GROUPS=AT_ONCE,
-        num_warps=2,
-        **_options(tokens, bits, x.device),
+        x, rounded, factors, groups, GROUPS=AT_ONCE, num_warps=2, **_options(tokens, bits, x.device)
     )
     return rounded, factors
 
@@ -276,13 +263,6 @@ def activate(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     rounded, factors = room_for(groups, MOST, x.device)
     if tokens:
         _activate[(triton.cdiv(groups, AT_ONCE), tokens)](
-            x,
-            activated,
-            rounded,
-            factors,
-            groups,
-            GROUPS=AT_ONCE,
-            num_warps=2,
-            **_options(tokens, bits, x.device),
+            x, activated, rounded, factors, groups, GROUPS=AT_ONCE, num_warps=2, **_options(tokens, bits, x.device)
         )
     return activated, rounded, factors

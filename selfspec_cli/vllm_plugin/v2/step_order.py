@@ -10,8 +10,7 @@ next step would be in vain, and the tokens are read first too.
 
 Which order is the faster one is measured, for each number of running requests: how long the device drafts, by two
 events around the loop, and how long the host takes from a step's tokens to the launch of the next forward pass. While
-that is not known, and where the loop is too short, the order is vLLM's.
-"""
+that is not known, and where the loop is too short, the order is vLLM's."""
 
 import math
 import statistics
@@ -38,8 +37,7 @@ PAUSE = 50e-6
 class DraftClock:
     """When the host had launched the last forward pass, and how long the device drafted behind earlier ones.
 
-    launched: in seconds of `time.perf_counter`; runner.py sets it.
-    """
+    launched: in seconds of `time.perf_counter`; runner.py sets it."""
 
     def __init__(self, device: torch.device) -> None:
         self.launched = -math.inf
@@ -73,8 +71,7 @@ class Order:
     """Of steps with about the same number of requests. first: whether tokens are read before the next launch.
 
     host, device: seconds that it was decided by: from a step's tokens to the launch of the next forward pass, and in
-    the draft loop; None until then.
-    """
+    the draft loop; None until then."""
 
     first: bool = False
     host: float | None = None

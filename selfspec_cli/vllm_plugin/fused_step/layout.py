@@ -138,9 +138,6 @@ def share(groups: int, warp: int, warps: int) -> range:
     return range(groups * part // warps, groups * (part + 1) // warps)
 
 
-# ---- records --------------------------------------------------------------------------------------------------------
-
-
 def records(copy: Mapping[str, Tensor]) -> Tensor:
     """A copy of 4 bits of a weight [out, in] as records, uint8 [out / 16, in / 64, 544].
 

@@ -83,8 +83,6 @@ class _EarlyExit(DraftModelProposer):
         # Drafting follows the host's bookkeeping: that is where ragged proposals and the sampled tokens are.
         self.speculative_config.disable_padded_drafter_batch = True
 
-    # ---- loading ----------------------------------------------------------------------------------------------
-
     def load_model(self, target_model: nn.Module) -> None:
         """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
         target_model, settings = without_adapters(target_model), self.settings
@@ -148,8 +146,6 @@ class _EarlyExit(DraftModelProposer):
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self.model(self.input_ids[:num_tokens], positions, intermediate_tensors=None)
 
-    # ---- what the runner hands over -----------------------------------------------------------------------------
-
     def prepare_next_token_ids_cpu(self, sampled_token_ids: list[list[int]], *args: Any) -> Tensor:
         """Remember which requests sampled a token. A request inside a chunked prefill has an empty list."""
         self._sampled, self._verified = sampled_token_ids, None
@@ -168,8 +164,6 @@ class _EarlyExit(DraftModelProposer):
     def take_last_draft_probs(self) -> Tensor | None:
         """Draft distributions [requests, k, vocabulary] of the last round, for probabilistic drafts."""
         return self._draft_probs
-
-    # ---- the round ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def propose(
@@ -350,8 +344,6 @@ class _EarlyExit(DraftModelProposer):
         metadata, slots = state.ahead.metadata(self._groups, self.arange)
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
             return self.model(state.tokens, self._positions.of(state.positions), intermediate_tensors=None)
-
-    # ---- probabilistic drafts -----------------------------------------------------------------------------------
 
     def _sample(self, logits: Tensor, rows: Tensor, sampling: vllm.SamplingMetadata) -> tuple[Tensor, Tensor]:
         """Draft tokens [n] drawn from the head's distribution at the request's temperature, and that distribution."""

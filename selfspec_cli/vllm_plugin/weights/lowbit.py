@@ -102,9 +102,6 @@ def _(x: Tensor, rounded: Any, factors: Any, words: Tensor, *others: Any) -> Ten
     return x.new_empty(x.shape[0], words.shape[0])
 
 
-# ---- experts ---------------------------------------------------------------------------------------------------------
-
-
 def experts(
     layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
 ) -> tuple[Any, Any, dict[str, Tensor]]:

@@ -90,8 +90,6 @@ def gemv(x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | 
     return out
 
 
-# ---- integer copies --------------------------------------------------------------------------------------------------
-
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # weights that share a scale
 WIDTH = tl.constexpr(GROUP_OF_COPIES // 8)  # words of a group, each with one weight of each part
 

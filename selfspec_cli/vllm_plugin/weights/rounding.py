@@ -75,9 +75,6 @@ def none_arrived(device: torch.device) -> Tensor:
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
-# ---- rounding --------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _wait_for_what_is_in_front(EARLY: tl.constexpr):
     if EARLY:

@@ -83,7 +83,6 @@ def verify(
     draw: Draw,
 ) -> tuple[int, int]:
     """How many guesses are accepted, and the token that follows them (Leviathan et al., arXiv:2211.17192).
-
     A guess x drawn from q is accepted with probability min(1, p(x) / q(x)); after a rejection the next token is drawn
     from the part of p that q does not cover, max(p - q, 0). Together that is a draw from p. At temperature 0 both
     distributions are all on one token: the guess is accepted if it is the model's, and replaced by it otherwise."""

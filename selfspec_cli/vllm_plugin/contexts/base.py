@@ -41,7 +41,6 @@ class ContextKernel:
         self, blocks: Tensor, seq_lens: Tensor, block_size: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(block tables, tokens left out) for drafts after contexts of `seq_lens` tokens, the newest one included.
-
         blocks: int32 [n, columns]; seq_lens: [n] -> block tables of the same shape, and the tokens in the blocks that
         were left out, [n] of the kind of `seq_lens`. Kept are whole blocks, in their order, and with them the block of
         the newest token and every column after it, into which drafts are written. rows [n]: of `begin`; None: all."""
@@ -53,7 +52,6 @@ class ContextKernel:
 
     def shorten(self, state: DraftState, table: Tensor, block_size: int) -> None:
         """The same in place, for a round of the V2 runner.
-
         table: int32 [rows, columns], contiguous, in the order of the batch; the first rows of `state` are its rows."""
         n = min(len(state.draft_tokens), len(table))
         blocks, left_out = self.shortened(table[:n], state.buffers.seq_lens[:n], block_size)
@@ -64,6 +62,5 @@ class ContextKernel:
 
 def blocks_left_out(seq_lens: Tensor, window: int, block_size: int) -> Tensor:
     """Number of KV cache blocks between the first block and those that hold the last `window` tokens of a context.
-
     seq_lens: [n] -> [n], as integers of the same kind."""
     return ((seq_lens - window) // block_size - 1).clamp_min(0)

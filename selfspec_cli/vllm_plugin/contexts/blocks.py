@@ -151,7 +151,6 @@ def block_weights(
 
 def block_weights_of_keys(queries: Tensor, keys: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
     """The same in PyTorch, float32 [n, query heads, columns], with -inf for a block without keys.
-
     queries [n, query heads, dim]: one of each request. keys [n, columns, heads, tokens of a block, dim]."""
     n, columns, heads, page, _ = keys.shape
     grouped = queries.float().unflatten(1, (heads, -1))  # [n, heads, query heads of each, dim]

@@ -58,11 +58,9 @@ def measure(
     drafting: float,
 ) -> StepTimes | None:
     """Time the graphs of an engine, or read what was measured before.
-
     decodes: by width and number of requests, a verify pass; drafts: by number of requests, one draft step; None where
     no layer drafts. kv_token: bytes of keys and values of a token of context. attended, drafting: see
     `StepTimes`.
-
     Returns: the times; None where there are no graphs."""
     if not decodes.get(0) or drafts == {}:
         return None

@@ -126,16 +126,12 @@ class _EarlyExit(DraftModelProposer):
 
     def _find_groups(self) -> None:
         """Find the target's attention groups that hold a drafting layer, each with the names of these layers."""
-        self._groups = []
-        for groups in self.runner.attn_groups:
-            for group in groups:
-                names = [name for name in group.layer_names if name in self._layer_names]
-                if names:
-                    self._groups.append((group, names))
-        drafting = [group for group, _ in self._groups]
+        of_target = [group for groups in self.runner.attn_groups for group in groups]
+        held = [[name for name in group.layer_names if name in self._layer_names] for group in of_target]
+        self._groups = [(group, names) for group, names in zip(of_target, held, strict=True) if names]
+        self.draft_attn_groups = drafting = [group for group, _ in self._groups]
         self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config, measures=False)
-        self.kv_cache_gid = self._groups[0][0].kv_cache_group_id
-        self.draft_attn_groups = [group for group, _ in self._groups]
+        self.kv_cache_gid = drafting[0].kv_cache_group_id
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Compile the trunk together with the target, in vLLM's warm-up and profiling runs."""

@@ -105,7 +105,6 @@ class Build:
 
     @property
     def grid(self) -> int:
-        """Blocks of a launch."""
         return self.blocks
 
     @property
@@ -147,7 +146,6 @@ class Build:
 
     @property
     def options(self) -> list[str]:
-        """Options of the compiler."""
         values = {
             **self.shape.options,
             "TOKENS": self.tokens,

@@ -71,7 +71,7 @@ MOST_TILES = 2**14  # of a result that several programs share
 @lru_cache
 def none_arrived(device: torch.device) -> Tensor:
     """Zeros by which programs that share a tile of a result count who has arrived, one for each of `MOST_TILES`; each
-    kernel leaves them at zero. Call it once before a CUDA graph is captured."""
+    kernel leaves them at zero, and has waited for the one before it. Call it once before a CUDA graph is captured."""
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 

@@ -113,9 +113,6 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: HeadMeta
     require_shapes(file, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, metadata)
 
 
-# ---- .pt files ------------------------------------------------------------------------------------------------------
-
-
 def save_pt(folder: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
     """Write a least-squares head over all tokens as ee_layer{N}_lsq.pt, whole or not at all.
     Raises HeadError for another kind of head, or one over a draft vocabulary, which such files cannot say."""

@@ -14,7 +14,7 @@ Snapshot = dict[str, Any]
 TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted", "seconds")
 HISTOGRAMS = ("length_histogram", "active_histogram", "position_histogram")
 JUDGED, STOOD = "judged_at", "stood_at"
-"""Of a snapshot of the V2 draft loop, by position: drafts verified when all before them stood, and that stood."""
+"""Of a snapshot of the V2 draft loop, by position: drafts verified when all before them stood, and those that did."""
 REASONS = ("load", "context", "request", "cost")
 """Why a request is not drafted for: the table by load, or by context, its own wish, or drafts do not pay."""
 

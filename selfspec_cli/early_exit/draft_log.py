@@ -20,7 +20,6 @@ from selfspec_cli.early_exit.gates.base import Distribution
 @dataclass(frozen=True)
 class DraftLog:
     """Verified rounds of single requests, in the order of their verdicts.
-
     statistics: float32 [rounds, k, len(features)], NaN beyond what was drafted. drafted: int64 [rounds], tokens that
     the verifier saw, 1..k. accepted: int64 [rounds], how many of them it took, 0..drafted. request: int64 [rounds],
     numbers requests from 0. features: names of the statistics, in their order (on CUDA, only those that it computes).

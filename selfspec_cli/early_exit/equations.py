@@ -107,7 +107,6 @@ class NormalEquations:
 
     def solve_low_rank(self, rank: int, ridge: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None, FitReport]:
         """down fp64 [rank, hidden], up fp64 [outputs, rank], bias fp64 [outputs] or None, and the report.
-
         Reduced-rank regression (Izenman, 1975): the best rank-r weight projects the full solution W on the leading r
         eigenvectors U of W (S + lambda I) W^T [outputs, outputs]; up = U, down = U^T W. Raises FitError as `solve`, and
         for a rank outside 1..min(hidden, outputs)."""

@@ -16,9 +16,7 @@ def closest(
     word: object, allowed: Iterable[str], noun: str = "value", meant: str | None = None, further: str = ""
 ) -> str:
     """One line for a word that is not in `allowed`: what it was, what is allowed, and the nearest right spelling.
-
     meant: what it must have meant, where that is known otherwise. further: what else is allowed.
-
     >>> closest("varh", ["none", "varH"], "gate")
     "gate 'varh' is not known; allowed: none, varH; did you mean 'varH'?"
     """

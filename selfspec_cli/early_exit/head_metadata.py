@@ -28,7 +28,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass(frozen=True)
 class HeadMetadata:
     """What is known about a fitted head; a missing value is None, never 0.
-
     kind: a name of HEADS. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank translator. bias:
     fitted with one. draft_vocab: tag of its draft vocabulary (`draft_vocab.tag_of`), None for the full one.
     fingerprint: of the model (`model_fingerprint`). target: what it was fitted to. corpus, pairs, ridge: the data, how

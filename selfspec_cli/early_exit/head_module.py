@@ -93,9 +93,6 @@ class ExitHead(nn.Module):
         return (own + (0 if self.has_rows else rows * hidden)) * itemsize
 
 
-# ---- draft vocabularies ---------------------------------------------------------------------------------------------
-
-
 def scatter_to_full(draft_logits: Tensor, vocab_ids: Tensor, vocab_size: int) -> Tensor:
     """Draft logits over the full vocabulary, [N, V'] -> [N, V], -inf for tokens outside the draft vocabulary.
     Their softmax is the true draft distribution, which rejection sampling needs to stay lossless (Leviathan et al.,

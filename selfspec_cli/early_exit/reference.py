@@ -13,8 +13,7 @@ that of plain decoding: the same tokens at temperature 0, the same distribution 
 `propose` and `verify` are the method, `generate` repeats them, and `Decoder` is a small Llama to run them on. The rest
 of selfspec does the same inside vLLM, in batches and on GPUs, and its engine tests compare vLLM with this file.
 
-    python -m selfspec_cli.early_exit.reference
-"""
+    python -m selfspec_cli.early_exit.reference"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,11 +83,9 @@ def verify(
     draw: Draw,
 ) -> tuple[int, int]:
     """How many guesses are accepted, and the token that follows them (Leviathan et al., arXiv:2211.17192).
-
     A guess x drawn from q is accepted with probability min(1, p(x) / q(x)); after a rejection the next token is drawn
     from the part of p that q does not cover, max(p - q, 0). Together that is a draw from p. At temperature 0 both
-    distributions are all on one token: the guess is accepted if it is the model's, and replaced by it otherwise.
-    """
+    distributions are all on one token: the guess is accepted if it is the model's, and replaced by it otherwise."""
     logits = full([text[-1], *guesses], cache, len(text) - 1)  # overwrites the keys and values of the drafts
     wanted = probabilities(logits, temperature)
     for place, (guess, p, q) in enumerate(zip(guesses, wanted, drawn_from, strict=False)):

@@ -193,8 +193,7 @@ class TargetHead:
 def load_exit_head(
     settings: ResolvedSettings, target: nn.Module, vllm_config: vllm.VllmConfig, fitted: FittedWeights | None = None
 ) -> TargetHead:
-    """The head that `settings` names, checked against this model and exit layer; every tensor-parallel rank must call
-    it.
+    """The head that `settings` names, checked against this model and exit layer; every tensor-parallel rank calls it.
     fitted: copies that were made from data, to take for the lm_head's. Raises HeadError for a head of another model,
     layer or shape, a file that cannot be read, or a draft vocabulary that the model or the head cannot have."""
     config = vllm_config.model_config

@@ -5,7 +5,9 @@ the rejection sampler and the counters. Our own settings must reach the workers 
 
 - Method `layer_skip` compiles the same target whatever E, k and the gate are, so its settings are an attribute of the
   SpeculativeConfig object, which is pickled with it, and which compile_cache.py leaves out where vLLM compiles.
-- Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is in every key."""
+- Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is in every key.
+
+With setting `strict`, what an engine with early exit would warn of ends it, as an error that says the same."""
 
 from __future__ import annotations
 

@@ -190,8 +190,6 @@ class EarlyExitWorker:
             self._early_exit_watch = Watch(self.model_runner, self._early_exit_drafter())
         return found
 
-    # ---- profiling ------------------------------------------------------------------------------------------------
-
     def early_exit_profile_start(self) -> None:
         """Begin to record with PyTorch's profiler, with named ranges around the parts of a round from now on."""
         from selfspec_cli.vllm_plugin.observe import profiler
@@ -206,8 +204,6 @@ class EarlyExitWorker:
         own = path if self.rank == 0 else None  # type: ignore[attr-defined]
         return profiler.stop(self._early_exit_profiler, self.device, own)  # type: ignore[attr-defined]
 
-    # ---- what the GPU does ----------------------------------------------------------------------------------------
-
     def early_exit_meter_start(self) -> None:
         """Begin a measurement of the GPU; nothing on the CPU."""
         from selfspec_cli.vllm_plugin.observe.profiler import Meter
@@ -220,8 +216,6 @@ class EarlyExitWorker:
 
     def early_exit_layers(self) -> int:
         return int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)
-
-    # ---- fitting ------------------------------------------------------------------------------------------------
 
     def early_exit_collect(self, heads: list[str], plan: dict[str, Any]) -> None:
         """Begin to collect for `heads` (short names); plan: `wanted` and `ridge` of `fitting.Collector`."""

@@ -30,7 +30,6 @@ class Context:
 
     @property
     def is_full(self) -> bool:
-        """Whether drafts attend to the whole context."""
         return self.name == FULL
 
     def __str__(self) -> str:

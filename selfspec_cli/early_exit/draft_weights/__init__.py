@@ -5,11 +5,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.registry import Registry
 
 DRAFT_WEIGHTS = Registry(
-    "draft_weights",
-    DraftWeights,
-    "selfspec_cli.early_exit.draft_weights",
-    "selfspec.draft_weights",
-    first="shared",
+    "draft_weights", DraftWeights, "selfspec_cli.early_exit.draft_weights", "selfspec.draft_weights", first="shared"
 )
 
 

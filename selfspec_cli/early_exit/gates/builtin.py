@@ -81,12 +81,7 @@ MAXP = Gate(
     statistic=lambda draft, previous: draft.confidence,
     device="confidence",
 )
-NONE = Gate(
-    name="none",
-    meaning="a constant",
-    help="Always draft k tokens.",
-    colour="#a7b1bc",
-)
+NONE = Gate(name="none", meaning="a constant", help="Always draft k tokens.", colour="#a7b1bc")
 SURVIVAL = Gate(
     name="survival",
     key="tau",

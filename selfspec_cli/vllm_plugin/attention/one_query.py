@@ -174,7 +174,6 @@ def _attend(
     EARLY: tl.constexpr,
 ):
     """A program takes every SPLITS-th step of KEYS keys of a request for one head.
-
     scale: of the scores, times log2(e). SHARED: query heads that share a key, of ROWS rows of a product. PAGE: tokens
     of a block of the cache. partial: float32 [requests, heads, SPLITS, ROWS, DIM]. found: float32 [requests, heads,
     SPLITS, 2, ROWS], the largest score and the sum of all shares. arrived: int32 [requests, heads], left at 0."""
@@ -254,7 +253,6 @@ def attend(
     at_once: int | None = None,
 ) -> None:
     """Attention of one token a request, into out [n or more, query heads * dim]; its key and value go to the cache.
-
     query [n, query heads, dim], key and value [n, heads, dim]: contiguous in the last dimension. cache [blocks, heads,
     tokens of a block, 2 * dim]: each token's key, then its value (`fits`). table int32 [n or more, blocks a request].
     seq_lens int32 [n or more]: tokens of each request, with the new one; 0 for a closed request, whose result is 0.

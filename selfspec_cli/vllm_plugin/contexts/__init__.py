@@ -25,11 +25,9 @@ def kernel_for(
     measures: bool,
 ) -> ContextKernel | None:
     """What leaves blocks out for `context`; None for the whole context, where nothing has to.
-
     groups: vLLM's attention groups that draft; names: their layers that do. measures: whether it is known what reading
     the context takes, without which `auto` is the whole context, as it is for engines with room for more than LONGEST
-    tokens. Raises SettingsError for a model whose layers cannot take it, unless it is `auto`.
-    """
+    tokens. Raises SettingsError for a model whose layers cannot take it, unless it is `auto`."""
     if not context.is_auto:
         return _kernel(context, groups, names, vllm_config)
     if not measures or vllm_config.model_config.max_model_len > LONGEST:

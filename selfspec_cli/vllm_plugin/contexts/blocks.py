@@ -3,8 +3,7 @@
 Whose attention: of one layer, by the query of the newest token that has keys and values, which the target's last pass
 made; the layer keeps the queries of its last pass for that. Every head's attention to all of the context is computed
 exactly and added up block by block. So one layer's keys are read once a round, where a draft step over the whole
-context reads keys and values of all layers.
-"""
+context reads keys and values of all layers."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -124,8 +123,7 @@ def block_weights(
 
     queries [tokens of a step, query heads, dim], contiguous. ends, rejected [n]: of `ContextKernel.begin`. cache
     [blocks, heads, tokens of a block, 2 * dim]: each token's key, then its value. table int32 [n or more, columns],
-    contiguous. seq_lens int32 [n or more]: tokens of each request, the newest without a key; 0 for none.
-    """
+    contiguous. seq_lens int32 [n or more]: tokens of each request, the newest without a key; 0 for none."""
     heads, page, columns = cache.shape[1], cache.shape[2], table.shape[1]
     _, query_heads, dim = queries.shape
     _weigh[(len(ends), heads, triton.cdiv(columns, at_once))](
@@ -153,9 +151,7 @@ def block_weights(
 
 def block_weights_of_keys(queries: Tensor, keys: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
     """The same in PyTorch, float32 [n, query heads, columns], with -inf for a block without keys.
-
-    queries [n, query heads, dim]: one of each request. keys [n, columns, heads, tokens of a block, dim].
-    """
+    queries [n, query heads, dim]: one of each request. keys [n, columns, heads, tokens of a block, dim]."""
     n, columns, heads, page, _ = keys.shape
     grouped = queries.float().unflatten(1, (heads, -1))  # [n, heads, query heads of each, dim]
     scores = torch.einsum("nhqd,nchpd->nhqcp", grouped, keys.float()) * scale
@@ -168,8 +164,7 @@ def chosen_blocks(weights: Tensor, seq_lens: Tensor, window: int, most: int, pag
     """Which blocks are kept, bool [n, columns]: all but those between the first and the last `window` tokens, and of
     these the `most` with the greatest attention, heads added up.
 
-    weights: as of `block_weights`. seq_lens [n].
-    """
+    weights: as of `block_weights`. seq_lens [n]."""
     places = torch.arange(weights.shape[-1], device=weights.device)
     between = (places > 0) & (places <= blocks_left_out(seq_lens, window, page).unsqueeze(1))
     attention = weights.softmax(-1).sum(1).masked_fill(~between, -1.0)

@@ -42,12 +42,10 @@ class Build:
 
     @property
     def grid(self) -> int:
-        """Blocks of a launch."""
         return len(self.plan.blocks)
 
     @property
     def threads(self) -> int:
-        """Of a block."""
         return self.plan.warps * 32
 
     def memory(self, device: torch.device) -> dict[str, Tensor]:
@@ -71,7 +69,6 @@ class Build:
 
     @property
     def options(self) -> list[str]:
-        """What the kernel is compiled with."""
         shape, plan = self.shape, self.plan
         direct = min(DIRECT[min(self.tokens, len(DIRECT)) - 1], self.splits)
         values = {
@@ -94,7 +91,6 @@ class Build:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block."""
         rings = self.slots * self.plan.warps * (self.at_once * RECORD + 8)
         return rings + fixed_bytes(self.shape, self.plan, self.tokens, self.at_once)
 

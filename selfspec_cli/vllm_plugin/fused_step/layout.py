@@ -138,12 +138,8 @@ def share(groups: int, warp: int, warps: int) -> range:
     return range(groups * part // warps, groups * (part + 1) // warps)
 
 
-# ---- records --------------------------------------------------------------------------------------------------------
-
-
 def records(copy: Mapping[str, Tensor]) -> Tensor:
     """A copy of 4 bits of a weight [out, in] as records, uint8 [out / 16, in / 64, 544].
-
     Lane 4 * row + t of a warp reads four words: of rows `row` and `row + 8`, of columns 8t to 8t + 7, then the same of
     columns 32 + 8t to 32 + 8t + 7. A word has four columns in the low halves of its bytes, and four in the high ones.
     """

@@ -140,7 +140,6 @@ class DraftingStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: vllm.MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """Called by vLLM for each step with statistics."""
         if scheduler_stats is None:
             return
         numbers, copies = take_out(scheduler_stats), self._copies.get(engine_idx)

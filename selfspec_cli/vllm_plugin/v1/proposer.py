@@ -83,8 +83,6 @@ class _EarlyExit(DraftModelProposer):
         # Drafting follows the host's bookkeeping: that is where ragged proposals and the sampled tokens are.
         self.speculative_config.disable_padded_drafter_batch = True
 
-    # ---- loading ----------------------------------------------------------------------------------------------
-
     def load_model(self, target_model: nn.Module) -> None:
         """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
         target_model, settings = without_adapters(target_model), self.settings
@@ -128,16 +126,12 @@ class _EarlyExit(DraftModelProposer):
 
     def _find_groups(self) -> None:
         """Find the target's attention groups that hold a drafting layer, each with the names of these layers."""
-        self._groups = []
-        for groups in self.runner.attn_groups:
-            for group in groups:
-                names = [name for name in group.layer_names if name in self._layer_names]
-                if names:
-                    self._groups.append((group, names))
-        drafting = [group for group, _ in self._groups]
+        of_target = [group for groups in self.runner.attn_groups for group in groups]
+        held = [[name for name in group.layer_names if name in self._layer_names] for group in of_target]
+        self._groups = [(group, names) for group, names in zip(of_target, held, strict=True) if names]
+        self.draft_attn_groups = drafting = [group for group, _ in self._groups]
         self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config, measures=False)
-        self.kv_cache_gid = self._groups[0][0].kv_cache_group_id
-        self.draft_attn_groups = [group for group, _ in self._groups]
+        self.kv_cache_gid = drafting[0].kv_cache_group_id
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Compile the trunk together with the target, in vLLM's warm-up and profiling runs."""
@@ -147,8 +141,6 @@ class _EarlyExit(DraftModelProposer):
         positions = self._positions.of(torch.zeros_like(self.arange[:num_tokens], dtype=torch.int64))
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self.model(self.input_ids[:num_tokens], positions, intermediate_tensors=None)
-
-    # ---- what the runner hands over -----------------------------------------------------------------------------
 
     def prepare_next_token_ids_cpu(self, sampled_token_ids: list[list[int]], *args: Any) -> Tensor:
         """Remember which requests sampled a token. A request inside a chunked prefill has an empty list."""
@@ -168,8 +160,6 @@ class _EarlyExit(DraftModelProposer):
     def take_last_draft_probs(self) -> Tensor | None:
         """Draft distributions [requests, k, vocabulary] of the last round, for probabilistic drafts."""
         return self._draft_probs
-
-    # ---- the round ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def propose(
@@ -350,8 +340,6 @@ class _EarlyExit(DraftModelProposer):
         metadata, slots = state.ahead.metadata(self._groups, self.arange)
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
             return self.model(state.tokens, self._positions.of(state.positions), intermediate_tensors=None)
-
-    # ---- probabilistic drafts -----------------------------------------------------------------------------------
 
     def _sample(self, logits: Tensor, rows: Tensor, sampling: vllm.SamplingMetadata) -> tuple[Tensor, Tensor]:
         """Draft tokens [n] drawn from the head's distribution at the request's temperature, and that distribution."""

@@ -94,8 +94,6 @@ class DraftLoop(TargetDependentARSpeculator):
             text = requests.all_token_ids.gpu = torch.zeros_like(text)
         return Free(settings.free_drafts, settings.k, settings.free_requests, not settings.layers_draft), text
 
-    # ---- loading ----------------------------------------------------------------------------------------------
-
     def load_model(self, target_model: nn.Module) -> None:
         """Take the layers that draft from the target, without adapters. Only an exit head is loaded from disk."""
         began = time.perf_counter()
@@ -160,8 +158,6 @@ class DraftLoop(TargetDependentARSpeculator):
         measures = self.settings.chooses_width
         self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config, measures)
         self.supports_decode_metadata_update = all(group.supports_draft_decode_metadata_update for group in drafting)
-
-    # ---- CUDA graphs --------------------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Draft steps replay as full graphs or run eagerly; there is no prefill to capture."""
@@ -284,8 +280,6 @@ class DraftLoop(TargetDependentARSpeculator):
     def _no_loop(self, reason: str) -> None:
         self._loop = None
         logger.warning("drafting always takes all k steps on this device: %s", reason)
-
-    # ---- a round -----------------------------------------------------------------------------------------------------
 
     def _run_all_steps(
         self, num_reqs: int, steps: int, batch: vllm.BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool

@@ -171,13 +171,7 @@ class EndStep:
 
     _BLOCK = 2048  # logits a program; 63 programs a row at a vocabulary of 128,256
 
-    def __init__(
-        self,
-        max_rows: int,
-        vocab_size: int,
-        vocab_ids: Tensor | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, vocab_ids: Tensor | None, device: torch.device) -> None:
         self.vocab_size, self.vocab_ids = vocab_size, vocab_ids
         self.blocks = -(-vocab_size // self._BLOCK)
         self.parts = torch.empty(max_rows, 5, self.blocks, dtype=torch.float32, device=device)

@@ -68,8 +68,6 @@ class EarlyExitSpeculator(DraftLoop):
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         self._warm = False
 
-    # ---- what changes on a live engine --------------------------------------------------------------------------
-
     def set_view(self, settings: ResolvedSettings) -> None:
         """Draft with other layers or weights from the next round on; see `worker.early_exit_set_view`."""
         self.settings = settings
@@ -145,8 +143,6 @@ class EarlyExitSpeculator(DraftLoop):
     def counters(self) -> DraftState:
         """The object that holds the draft loop's counters."""
         return self.state
-
-    # ---- the round ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def propose(

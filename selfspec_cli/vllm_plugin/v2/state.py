@@ -86,7 +86,6 @@ class Free(NamedTuple):
 
 class Matches(NamedTuple):
     """What the histories say; see `free_drafts.Matches`.
-
     text: int32 [requests, tokens], vLLM's own record of each request's tokens. found: int64 [rows], of the look-up: the
     length of the match in the high half and its place in the low one, 0 for none.
     Requests: rates (float32 [requests, LONGEST]), own (float32), and as int32 length, start, known, trusted, drafted

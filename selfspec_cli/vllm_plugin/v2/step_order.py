@@ -10,8 +10,7 @@ next step would be in vain, and the tokens are read first too.
 
 Which order is the faster one is measured, for each number of running requests: how long the device drafts, by two
 events around the loop, and how long the host takes from a step's tokens to the launch of the next forward pass. While
-that is not known, and where the loop is too short, the order is vLLM's.
-"""
+that is not known, and where the loop is too short, the order is vLLM's."""
 
 import math
 import statistics
@@ -37,9 +36,7 @@ PAUSE = 50e-6
 
 class DraftClock:
     """When the host had launched the last forward pass, and how long the device drafted behind earlier ones.
-
-    launched: in seconds of `time.perf_counter`; runner.py sets it.
-    """
+    launched: in seconds of `time.perf_counter`; runner.py sets it."""
 
     def __init__(self, device: torch.device) -> None:
         self.launched = -math.inf
@@ -71,10 +68,8 @@ class DraftClock:
 @dataclass
 class Order:
     """Of steps with about the same number of requests. first: whether tokens are read before the next launch.
-
     host, device: seconds that it was decided by: from a step's tokens to the launch of the next forward pass, and in
-    the draft loop; None until then.
-    """
+    the draft loop; None until then."""
 
     first: bool = False
     host: float | None = None
@@ -175,7 +170,6 @@ def _drafts(future: Any, scheduled: Any) -> bool:
 
 def _wait(future: Any, messages: Any) -> bool:
     """Wait for a step's tokens or a message to the engine; whether the tokens came.
-
     messages: the queue of an engine in a process of its own. A request that comes is launched at once, while the device
     still has work. Another engine has none: reading the tokens waits for them, and nothing is gained by another wait.
     """

@@ -3,8 +3,7 @@
 Each decode graph of the target is replayed a few times, and so is the draft loop's graph with no request in it, which
 makes it run one step: it reads all weights, and attends to nothing. That takes about a second, and only where nothing
 was measured before for the same model, settings, GPU and versions. The file is also how the times reach a scheduler
-that runs in another process than its workers.
-"""
+that runs in another process than its workers."""
 
 from __future__ import annotations
 
@@ -59,13 +58,10 @@ def measure(
     drafting: float,
 ) -> StepTimes | None:
     """Time the graphs of an engine, or read what was measured before.
-
     decodes: by width and number of requests, a verify pass; drafts: by number of requests, one draft step; None where
     no layer drafts. kv_token: bytes of keys and values of a token of context. attended, drafting: see
     `StepTimes`.
-
-    Returns: the times; None where there are no graphs.
-    """
+    Returns: the times; None where there are no graphs."""
     if not decodes.get(0) or drafts == {}:
         return None
     before = known(config)

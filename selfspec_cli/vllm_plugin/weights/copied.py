@@ -68,9 +68,6 @@ def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:
     return cast(Kernels, importlib.import_module(kind.kernels))
 
 
-# ---- modules ---------------------------------------------------------------------------------------------------------
-
-
 class CopiedWeight(nn.Module):
     """x [..., in] -> [n, out] on a copy of `weight` [out, in]. With kernels it keeps the tensors that these read.
     Without, PyTorch multiplies by the copy, dequantised to the weight's own dtype: the same drafts but for rounding, in
@@ -113,9 +110,6 @@ class CopiedLinear:
         """x [..., in] -> [..., out]; models of Hugging Face's have a dimension before the tokens'."""
         out: Tensor = layer.copy_of_weight(x, bias)
         return out.view(*x.shape[:-1], out.shape[-1])
-
-
-# ---- replacements for the target's linear layers ---------------------------------------------------------------------
 
 
 def on_copies(kind: DraftWeights, dtype: torch.dtype, fitted: FittedWeights | None = None) -> Make:
@@ -179,8 +173,6 @@ def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
         parts.append(layer.quant_method.apply(layer, units, None) / one)
     return torch.cat(parts).t().contiguous()
 
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 SUFFIX = ".draft"  # of the name by which a forward pass finds the copy; the target's own has none
 
@@ -314,10 +306,7 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
     gate_and_up, down = (_unpacked_experts(weight, kernel.isa) for weight in weights.values())
     size = experts.moe_config.intermediate_size_per_partition  # the CPU's kernels pad it with zeros
     gate, up = gate_and_up.chunk(2, dim=1)
-    return {
-        "w13_weight": torch.cat([gate[:, :size], up[:, :size]], dim=1),
-        "w2_weight": down[:, :, :size].contiguous(),
-    }
+    return {"w13_weight": torch.cat([gate[:, :size], up[:, :size]], dim=1), "w2_weight": down[:, :, :size].contiguous()}
 
 
 def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
@@ -331,9 +320,6 @@ def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
     plain = torch.empty_like(packed)
     plain.flatten(1)[:, source.flatten()] = packed.flatten(1)
     return plain
-
-
-# ---- weights that are replaced in a live engine ----------------------------------------------------------------------
 
 
 @around

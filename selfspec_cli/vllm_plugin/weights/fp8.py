@@ -85,11 +85,7 @@ def experts(
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """vLLM's Triton kernels for experts with one scale a row and one a token (W8A8), for any number of tokens."""
     config = vllm.fp8_w8a8_moe_quant_config(
-        w1_scale=w13["scale"],
-        w2_scale=w2["scale"],
-        per_act_token_quant=True,
-        per_out_ch_quant=True,
-        **activation,
+        w1_scale=w13["scale"], w2_scale=w2["scale"], per_act_token_quant=True, per_out_ch_quant=True, **activation
     )
     kernel = vllm.make_fp8_moe_kernel(
         moe_quant_config=config,

@@ -102,20 +102,13 @@ def _(x: Tensor, rounded: Any, factors: Any, words: Tensor, *others: Any) -> Ten
     return x.new_empty(x.shape[0], words.shape[0])
 
 
-# ---- experts ---------------------------------------------------------------------------------------------------------
-
-
 def experts(
     layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """vLLM's Triton kernels for experts of 4 and of 8 bits (W4A16, W8A16), for any number of tokens."""
     bits = _width_of_copy(w13)
     config = vllm.make_wna16_moe_quant_config(
-        w1_scale=w13["scales"],
-        w2_scale=w2["scales"],
-        group_size=GROUP,
-        num_bits=bits,
-        **activation,
+        w1_scale=w13["scales"], w2_scale=w2["scales"], group_size=GROUP, num_bits=bits, **activation
     )
     kernel = vllm.make_wna16_moe_kernel(
         moe_quant_config=config,

@@ -90,8 +90,6 @@ def gemv(x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | 
     return out
 
 
-# ---- integer copies --------------------------------------------------------------------------------------------------
-
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # weights that share a scale
 WIDTH = tl.constexpr(GROUP_OF_COPIES // 8)  # words of a group, each with one weight of each part
 
@@ -139,14 +137,7 @@ def _of_rows(words, scales, first, rows, group, TOTAL: tl.constexpr, BITS: tl.co
 
 @triton.jit
 def _times_token(
-    weights,
-    rounded,
-    factors,
-    group,
-    TOTAL: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ASM: tl.constexpr,
+    weights, rounded, factors, group, TOTAL: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr
 ):
     """Groups of each row times those of the token: a tuple of ROWS float32 [GROUPS]."""
     low, high, factor = _token(rounded, factors, group, group < TOTAL)

@@ -71,11 +71,8 @@ MOST_TILES = 2**14  # of a result that several programs share
 @lru_cache
 def none_arrived(device: torch.device) -> Tensor:
     """Zeros by which programs that share a tile of a result count who has arrived, one for each of `MOST_TILES`; each
-    kernel leaves them at zero. Call it once before a CUDA graph is captured."""
+    kernel leaves them at zero, and has waited for the one before it. Call it once before a CUDA graph is captured."""
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
-
-
-# ---- rounding --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -123,14 +120,7 @@ def _store_rounded(parts, rounded, factors, group, token, here, TOKENS: tl.const
 
 @triton.jit
 def _round(
-    x,
-    rounded,
-    factors,
-    groups,
-    TOKENS: tl.constexpr,
-    HALVES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, rounded, factors, groups, TOKENS: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr
 ):
     """Some groups of a token."""
     _wait_for_what_is_in_front(EARLY)
@@ -231,13 +221,7 @@ def round_tokens(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
     rounded, factors = room_for(groups, padded(tokens), x.device)
     _round[(triton.cdiv(groups, AT_ONCE), tokens)](
-        x,
-        rounded,
-        factors,
-        groups,
-        GROUPS=AT_ONCE,
-        num_warps=2,
-        **_options(tokens, bits, x.device),
+        x, rounded, factors, groups, GROUPS=AT_ONCE, num_warps=2, **_options(tokens, bits, x.device)
     )
     return rounded, factors
 
@@ -276,13 +260,6 @@ def activate(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     rounded, factors = room_for(groups, MOST, x.device)
     if tokens:
         _activate[(triton.cdiv(groups, AT_ONCE), tokens)](
-            x,
-            activated,
-            rounded,
-            factors,
-            groups,
-            GROUPS=AT_ONCE,
-            num_warps=2,
-            **_options(tokens, bits, x.device),
+            x, activated, rounded, factors, groups, GROUPS=AT_ONCE, num_warps=2, **_options(tokens, bits, x.device)
         )
     return activated, rounded, factors

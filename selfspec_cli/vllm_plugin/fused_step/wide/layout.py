@@ -105,7 +105,6 @@ class Build:
 
     @property
     def grid(self) -> int:
-        """Blocks of a launch."""
         return self.blocks
 
     @property
@@ -147,7 +146,6 @@ class Build:
 
     @property
     def options(self) -> list[str]:
-        """Options of the compiler."""
         values = {
             **self.shape.options,
             "TOKENS": self.tokens,
@@ -172,13 +170,7 @@ class Build:
         return {"memory": torch.zeros(self.memory_bytes, dtype=torch.uint8, device=device)}
 
 
-def built(
-    shape: Shape,
-    blocks: int,
-    tokens: int,
-    shared: int = SHARED,
-    warps: int | None = None,
-) -> Build:
+def built(shape: Shape, blocks: int, tokens: int, shared: int = SHARED, warps: int | None = None) -> Build:
     """The build for steps of up to `tokens` tokens (one of WIDTHS) on `blocks` multiprocessors. warps: one of WARPS;
     None: with which the slowest warp is fastest. Raises ValueError if a block's tiles or the rings have no room."""
     plans: list[tuple[float, Build]] = []

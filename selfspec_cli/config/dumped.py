@@ -78,7 +78,7 @@ def in_todays_words(dumped: Mapping[str, Any]) -> dict[str, Any]:
         holder = config.get(section) if section else config
         if isinstance(holder, dict) and name in holder and (idle is ANY or holder[name] == idle):
             del holder[name]
-    # What follows is said by other names of a setting.
+    # Settings that are said by another name of theirs.
     kind = (config.get("gate") or {}).get("kind")
     rule = next((gate for gate in GATES.values() if gate.name == kind), None)
     for name in THRESHOLD_KEYS[1:]:

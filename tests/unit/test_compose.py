@@ -507,6 +507,13 @@ def test_the_address_of_a_model_is_answered_with_the_word_for_it(key, word, inst
     assert str(refused.value).endswith(f"write {key}={instead}")
 
 
+def test_a_folder_that_is_named_like_an_id_is_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"path=org/name: org/name holds no config\.json"):
+        paths.model_path(one("model=org/name").model)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -49,6 +49,7 @@ def test_a_point_is_one_file_and_a_line_of_each_table_once_its_command_ends(tmp_
     with suppress(KeyboardInterrupt), folder.writing(tmp_path):
         for made in (BASE, drafted):
             assert folder.save(tmp_path, made) == tmp_path / "runs" / f"{made.id}.json"
+        assert [line["point"] for line in lines(tmp_path)] == [BASE.id, drafted.id]  # while the command runs
         raise KeyboardInterrupt
     assert folder.read(tmp_path) == ([BASE, drafted], [])
     assert names(tmp_path) == sorted(f"{made.id}.json" for made in (BASE, drafted))

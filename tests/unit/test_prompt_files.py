@@ -180,7 +180,7 @@ SCHEMA = {
         "city": {"type": "String", "description": "where"},
         "type": {"type": "tuple", "items": {"type": "float"}},
         "more": {"type": "any", "description": "x"},
-        "age": {"type": "integer"},
+        "age": {"type": "long"},
     },
 }
 FUNCTION = {"name": "weather", "description": "Says it.", "parameters": SCHEMA, "response": {"type": "dict"}}

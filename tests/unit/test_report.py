@@ -137,6 +137,7 @@ def test_an_arm_stands_beside_the_baseline_that_its_speedup_was_computed_from():
     shown = [BASE, ARM, second, late]
     first, other = rows.groups(shown)
     assert (first.rows, other.rows) == ([BASE, ARM], [second, late])
+    assert [FAILED in group.rows for group in rows.groups([*shown, FAILED])] == [False, True]  # beside the newest
     assert first.title.endswith("baseline of 2026-11-21 00:00")
     assert "so arms of different tables are not compared" in rows.overview([first, other])
     text = printed(shown)

@@ -57,8 +57,9 @@ def against(groups: Iterable[Group], column: str) -> list[Figure]:
                 for what, values in BOTH.items()
                 if getattr(row, values["value"]) is not None
             ]
-            where, what = f"{group.title}, {base.short(members[0][1])}", f"gate {gate}" if gate else "all arms"
-            panels.append(base.of_rows(where, what, data, [row for _, row in members]))
+            where = f"{group.title}, {base.short(members[0][1])}"
+            which = f"gate {gate}" if gate else "all arms"
+            panels.append(base.of_rows(where, which, data, [row for _, row in members]))
     whole = {"labelExpr": "datum.value % 1 ? '' : datum.label", "format": "d"} if column == "k" else {}
     scale = alt.Scale(zero=False, nice=False, padding=12)
     x = alt.X("x:Q", axis=alt.Axis(title=axis, tickCount=6, **whole), scale=scale)

@@ -92,7 +92,8 @@ def _span(name: str, row: Record, columns: Sequence[str], unit: str) -> dict[str
     """An arm's median, and the ends of its range that the other columns give."""
     middle, *ends = (getattr(row, column) for column in columns)
     present = [value for value in (middle, *ends) if value is not None]
-    first, last = ends[0] if len(ends) > 1 else middle, ends[-1] if ends else None
+    first = ends[0] if len(ends) > 1 else middle
+    last = ends[-1] if ends else None
     values = {"first": first, "middle": middle, "last": last, "least": min(present), "most": max(present)}
     text = (f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}") + f" {unit}"
     rounded = {end: base.sig(value) for end, value in values.items()}

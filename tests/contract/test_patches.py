@@ -96,7 +96,7 @@ def test_register_twice_leaves_vllm_as_after_once():
 def test_a_stage_is_applied_as_a_whole_or_not_at_all(scratch, monkeypatch):
     """One misspelt target is an error, never an addition, and leaves the others as they were."""
     original = scratch.target
-    wrong = replace(patches.PATCHES[0], target="selfspec_scratch:targte")
+    wrong = replace(compat.PATCHES[0], target="selfspec_scratch:targte")
     monkeypatch.setattr(compat, "PATCHES", (*compat.PATCHES, wrong))
     with pytest.raises(RuntimeError, match="vLLM has no selfspec_scratch:targte"):
         compat.apply("config")
@@ -242,7 +242,7 @@ def test_what_was_not_imported_when_vllm_started_is_patched_when_early_exit_is_a
 ):
     (tmp_path / "selfspec_late.py").write_text("def target(): return 'late'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    late = replace(patches.PATCHES[0], target="selfspec_late:target")
+    late = replace(compat.PATCHES[0], target="selfspec_late:target")
     monkeypatch.setattr(compat, "PATCHES", (*compat.PATCHES, late))
     register()
     assert scratch.target() == "patched original"

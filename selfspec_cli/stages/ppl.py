@@ -112,8 +112,6 @@ class _Family:
                 text = self._score_text(engine)
                 for name, generation in self._generate(engine, self.base.cfg).items():
                     self.plain[name] = generation, self._score(engine, generation.outputs)
-        except results.RecordError:
-            raise
         except Exception as error:  # nothing can be compared with it
             self.found.failed += [arms.failure(planned, error) for planned in (self.base, *others)]
             return

@@ -87,11 +87,9 @@ def in_todays_words(dumped: Mapping[str, Any]) -> dict[str, Any]:
             config["threshold"] = value
     engine = config.get("engine") or {}
     for name in ("enable_chunked_prefill", "async_scheduling"):
-        value = engine.pop(name, None)
-        if value is not None:
+        if (value := engine.pop(name, None)) is not None:
             engine["extra"] = {name: value} | (engine.get("extra") or {})
     for name, context in own_keys().items():
-        value = config.pop(name, None)
-        if value is not None:
+        if (value := config.pop(name, None)) is not None:
             config[SETTING] = f"{context}:{value}"
     return config

@@ -149,9 +149,7 @@ def survey(
         return Exit(cfg, record(engine, logged, progress, enough), time_steps(engine, timed))
 
 
-def record(
-    engine: Engine, cfg: RunConfig, progress: Progress = ignore, enough: Callable[[], bool] = lambda: False
-) -> DraftLog:
+def record(engine: Engine, cfg: RunConfig, progress: Progress, enough: Callable[[], bool]) -> DraftLog:
     """Draft without a gate and log it, batch by batch until it is `enough`. Raises ConfigError: nothing was drafted."""
     work, prompts = cfg.workload, workload_prompts(cfg, engine)
     measure.apply(engine, Setting("none", None, int(cfg.k or 0)))

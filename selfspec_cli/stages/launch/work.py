@@ -1,4 +1,7 @@
-"""A plan, cut into units that different workers can measure; and the supervisor of a unit's worker.
+"""A plan, cut into units that different workers can measure; and a unit's worker, with the supervisor that starts it.
+
+A worker is a process of its own: `python -m selfspec_cli.stages.launch.work UNIT.json SPOOL`. It writes each point as a
+file into the spool folder, whole, and its supervisor hands the points on.
 
 A unit is some engines of one family with all their points, and the family's baselines, which are measured again in each
 unit: a candidate is only compared with a baseline of the same GPU. No two workers of a host share a GPU or a core.
@@ -16,14 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import RunConfig, to_plain
+from selfspec_cli.record.point import to_json
 from selfspec_cli.stages.plan import Family, Planned
 from selfspec_cli.terminal import last_lines
+from selfspec_cli.whole import atomic_write
 
 CORES = "SELFSPEC_CORES"  # environment variable of a worker: the cores that it may use, separated by commas
 A_WORKER = 2  # cores that an engine on the CPU needs
@@ -191,7 +197,7 @@ def points_of(
         file.write_text(json.dumps(document), encoding="utf-8")
         with output.open("ab") as written:
             process = subprocess.Popen(
-                [sys.executable, "-m", "selfspec_cli.stages.launch.worker", str(file), place],
+                [sys.executable, "-m", "selfspec_cli.stages.launch.work", str(file), place],
                 env=os.environ | dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=written,
@@ -216,3 +222,43 @@ def _taken(spool: Path) -> Iterator[str]:
         text = file.read_text(encoding="utf-8")
         file.unlink()
         yield text
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure the unit that a file describes; 0 if all points were reached, measured or failed."""
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    with suppress(OSError):  # cores that this machine does not have
+        if os.environ.get(CORES):
+            os.sched_setaffinity(0, {int(core) for core in os.environ[CORES].split(",")})
+    from selfspec_cli.config.dumped import load_config
+    from selfspec_cli.engine.live import fork_engines, open_engine
+    from selfspec_cli.stages import measure, sweep
+
+    spool = Path(words[1])
+    document, file = json.loads(Path(words[0]).read_text(encoding="utf-8")), spool / "config.json"
+    cfgs = []
+    for planned in document["points"]:
+        file.write_text(json.dumps(planned), encoding="utf-8")
+        cfgs.append(load_config(file))
+    fork_engines(cfgs[0])
+    sweep.run_unit(
+        cfgs,
+        document["run_id"],
+        keys_of(document, cfgs),
+        open_engine=open_engine,
+        bench=measure.bench,
+        keep=lambda point: atomic_write(spool / f"{point.number:04d}{ENDS}", to_json(point)),
+        ends=document["ends"],
+    )
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    """End this process group when the supervisor is gone: nobody would take its points, and it holds a GPU."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

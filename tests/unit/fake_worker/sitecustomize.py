@@ -42,7 +42,7 @@ def open_engine(cfg):
     yield SimpleNamespace(set_gate=lambda *_: None)
 
 
-if "selfspec_cli.stages.launch.worker" in sys.orig_argv:
+if "selfspec_cli.stages.launch.work" in sys.orig_argv:
     # In place of the modules themselves, whose import of PyTorch takes longer than all that a worker does here.
     of_worker = {
         "engine.live": {"open_engine": open_engine, "fork_engines": lambda cfg: None},

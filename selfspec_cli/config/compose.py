@@ -113,8 +113,7 @@ _Choice = tuple[str | None, dict[str, Any]]
 
 
 def _points(words: Sequence[Word], sweep: bool, base: RunConfig | None) -> Iterator[RunConfig]:
-    """The points that the overrides span; of two overrides of one key the later wins. base: a config to start from
-    instead of the schema's defaults."""
+    """The points that the overrides span; the later of two of one key wins. base: see `compose_runs`."""
     axes: dict[str, list[_Choice]] = {}
     for word in words:
         if len(word.values) > 1 and not sweep:

@@ -39,8 +39,7 @@ for is written elsewhere in the config, or no part of what is measured."""
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read a config that was dumped as YAML, or the config of a measured point (.json); raises ConfigError where it is
-    not there, or is none."""
+    """Read a config dumped as YAML, or that of a measured point (.json); raises ConfigError where there is none."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")

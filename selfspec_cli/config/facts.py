@@ -98,8 +98,7 @@ def longest_request(cfg: RunConfig) -> int | None:
 
 def config_file(model: ModelConfig, *, fetch: bool = False) -> Path | None:
     """The config.json of a model: in its folder or in the Hugging Face cache; None for one that is in neither. fetch:
-    get that of a model on the Hub where it is not in the cache. Raises ConfigError where the folder is not there, or
-    the file cannot be fetched."""
+    get it from the Hub where it is not in the cache. Raises ConfigError: no such folder, or it cannot be fetched."""
     place = model_path(model)
     if (folder := Path(place).expanduser()).is_dir():
         return folder / "config.json"

@@ -156,8 +156,7 @@ Counts = Callable[[], "Tensor"]  # returns token counts [V] of a corpus; called 
 
 
 def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
-    """Refuse (ConfigError, HeadError) a head that cannot be used at `layer` of a model with these facts; reads only a
-    file's header."""
+    """Refuse (ConfigError, HeadError) a head that `layer` of such a model cannot use; reads only a file's header."""
     if (file := full_head(cfg, layer)) is None:
         return
     metadata, asked = metadata_of(file), head_spec(replace(cfg.head, path=None))

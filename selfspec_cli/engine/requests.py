@@ -74,8 +74,7 @@ def answers(
 
 
 def log_probability(engine: Engine, prefix: Sequence[int], token: int, after: Sequence[int] = ()) -> float:
-    """Log-probability (nats) of a token after `prefix`, alone in its batch. after: tokens that come in a step with
-    it."""
+    """Log-probability (nats) of a token after `prefix`, alone in its batch. after: tokens in the same step."""
     return float(_prompt_logprobs(engine, [*prefix, token, *after], 0)[len(prefix)][token].logprob)
 
 

@@ -24,8 +24,7 @@ AS_ITSELF = "as_itself"  # fact of a baseline: how many of its outputs were the 
 @dataclass(frozen=True)
 class Repeat:
     """One timed repeat: every prompt of the workload once. seconds: wall time from the first request in to the last
-    token out. verified: vLLM's counters; None for an engine that does not draft. drafting: the draft loop's own
-    counters; None where it keeps none."""
+    token out. verified: vLLM's counters; drafting: the draft loop's own; None where there are none."""
 
     seconds: float
     requests: tuple[RequestTimes, ...]

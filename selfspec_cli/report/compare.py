@@ -208,8 +208,7 @@ def facts(point: Point) -> dict[str, Any]:
 
 
 def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of settings that are newer than it, and without removed settings that were not
-    in use (None, false, 0 or empty)."""
+    """A configuration with the defaults of newer settings, and without removed ones not in use."""
     complete: dict[str, Any] = {}
     for name, default in defaults.items():
         value = config.get(name, default)

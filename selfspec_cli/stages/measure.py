@@ -208,8 +208,7 @@ def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execut
 
 def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
     """exp of the mean negative log-likelihood over about `cfg.perplexity_tokens` held-out tokens; None where an arm has
-    none of its own, or it is not wanted. Every token but a window's first is predicted from all of its window before
-    it."""
+    none of its own, or it is not wanted. All but the first token of a window are predicted from all before them."""
     tokens = cfg.perplexity_tokens
     if not tokens or cfg.method not in OWN_DISTRIBUTION:
         return None

@@ -83,8 +83,7 @@ def plan(
 ) -> Plan:
     """Group points by the engine they can share. known: points of the folder; those that are measured are skipped,
     unless `again`, and comparable ones say how long others may take. reuse_baseline: take the newest measured baseline
-    with the right key, where there is one. retry_failed: only points that an earlier command could not measure, and
-    none has since."""
+    with the right key, where there is one. retry_failed: only points that no command could measure yet."""
     keys = Keys()
     measured = {point.key: point for point in known if point.ok}
     failed = {point.key for point in known} - measured.keys()

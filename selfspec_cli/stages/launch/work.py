@@ -95,8 +95,7 @@ SHOWN = 3  # last lines of a worker's output that its end is explained with
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker measures, in this order. name: unique in a command. ends: no point is begun later (epoch
-    seconds)."""
+    """What one worker measures, in order. name: unique in a command. ends: no point begins later (epoch seconds)."""
 
     name: str
     points: tuple[Planned, ...]
@@ -188,9 +187,8 @@ def points_of(
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str | Ended]:
     """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last. Its process group
-    is killed when the iterator is closed. document: `description` of a unit. environment: variables on top of this
-    process's own. log: where the worker's output is appended; a temporary file if None. stopped: once it says yes, the
-    worker is killed."""
+    is killed when the iterator is closed. document: `description` of a unit. environment: further variables. log: where
+    its output is appended; a temporary file if None. stopped: once it says yes, the worker is killed."""
     with tempfile.TemporaryDirectory(prefix="selfspec-unit-") as place:
         spool = Path(place)
         file, output = spool / "unit.json", Path(log) if log else spool / "log"

@@ -127,8 +127,7 @@ def _read(parts: list[Part]) -> dict[str, Any]:
             whole = True
         elif data:
             try:
-                event = json.loads(data)
-                written, counted, failure = _event(event)
+                written, counted, failure = _event(json.loads(data))
             except Exception:  # of any shape that a server may think of: the request failed, and the run goes on
                 written, counted, failure = [], {}, f"an event that cannot be read: {_words(data)}"
             usage = counted or usage

@@ -124,8 +124,7 @@ def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = 
         warnings += doubts
         by_id = {row.point: row for row in chosen(map(tables.row, points), where)}
         sides.append({point.id: (point, by_id[point.id]) for point in points if point.ok and point.id in by_id})
-    comparison = between(words, [*sides[0].values()], [*sides[1].values()])
-    return replace(comparison, warnings=warnings)
+    return replace(between(words, [*sides[0].values()], [*sides[1].values()]), warnings=warnings)
 
 
 Measured = tuple[Point, Record]

@@ -183,9 +183,7 @@ def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execut
     facts |= engine.call("early_exit_meter_stop") | used
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
     if kinds:
-        facts["categories"] = by_category(
-            [list(zip(kinds, part.requests, part.steps, strict=True)) for part in repeats]
-        )
+        facts["categories"] = by_category([list(zip(kinds, one.requests, one.steps, strict=True)) for one in repeats])
     if execute:
         facts["pass_at_1"] = humaneval.scored(cfg, [engine.answer(output) for output in arm.outputs()])
     outputs = point.output_digests(arm.outputs())
@@ -196,9 +194,7 @@ def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execut
     scored = perplexity(engine, cfg)
     facts.setdefault("peak_mem_mib", peak_memory_mib())
     return Measurement(
-        repeats=tuple(
-            point.Repeat(part.seconds, tuple(part.requests), part.verified, part.drafting) for part in repeats
-        ),
+        tuple(point.Repeat(one.seconds, tuple(one.requests), one.verified, one.drafting) for one in repeats),
         outputs=outputs,
         engine=facts,
         perplexity=scored,

@@ -125,8 +125,7 @@ def expected_seconds(engines: Sequence[Sequence[Planned]], known: Sequence[Point
     times: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for point in known:
         if point.ok and point.seconds is not None and point.start_seconds is not None:
-            took = (point.seconds, point.start_seconds)
-            times.setdefault(_comparable(point.arm, point.device), []).append(took)
+            times.setdefault(_comparable(point.arm, point.device), []).append((point.seconds, point.start_seconds))
     medians = {name: [*map(statistics.median, zip(*some, strict=True))] for name, some in times.items()}
     total = 0.0
     for group in engines:

@@ -66,8 +66,7 @@ def safe_name(name: str) -> str:
 
 
 def folder_name(cfg: RunConfig) -> str:
-    """What files and folders that belong to one model are called: its name, for people, and a part of its
-    fingerprint, which may raise ConfigError."""
+    """A model's name, for people, with a part of its fingerprint: for files and folders. May raise ConfigError."""
     return f"{safe_name(cfg.model.name)}-{model_fingerprint(cfg)[:SHORT]}"
 
 

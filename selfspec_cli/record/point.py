@@ -129,8 +129,7 @@ KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")  # t
 
 
 def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool) -> Comparison:
-    """Put a measurement beside the baseline that was measured for it. real_text: whether the outputs can be the
-    baseline's at all (acceptance was not set)."""
+    """Put a measurement beside its baseline. real_text: outputs can be the baseline's (acceptance was not set)."""
     theirs = baseline.tok_s
     low, high = speedup_interval(ours.tok_s, theirs) or (None, None)
     both = []

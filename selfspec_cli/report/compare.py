@@ -29,8 +29,7 @@ NOT_COMPARED = ("results_dir", "repeats")  # where a point lies, and how often i
 
 @dataclass(frozen=True)
 class Pair:
-    """One arm on both sides. ratio: tokens a second of B over those of A, in the interval (None where repeats were not
-    kept). runs: number of runs of each side."""
+    """One arm on both sides. ratio: speed of B over A's, in the interval (None without repeats). runs: of each side."""
 
     arm: str
     where: str

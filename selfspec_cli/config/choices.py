@@ -110,8 +110,7 @@ def experiment_files() -> dict[str, Path]:
 
 
 def experiment_overrides(name: str) -> list[list[str]]:
-    """The overrides of one experiment file, once for each of its grids; raises ConfigError where there is no such
-    experiment."""
+    """The overrides of an experiment, once for each of its grids; raises ConfigError where there is none."""
     files = experiment_files()
     if name not in files:
         raise ConfigError(closest(name, sorted(files), EXPERIMENT))

@@ -113,8 +113,7 @@ _Choice = tuple[str | None, dict[str, Any]]
 
 
 def _points(words: Sequence[Word], sweep: bool, base: RunConfig | None) -> Iterator[RunConfig]:
-    """The points that the overrides span; of two overrides of one key the later wins. base: a config to start from
-    instead of the schema's defaults."""
+    """The points that the overrides span; the later of two of one key wins. base: see `compose_runs`."""
     axes: dict[str, list[_Choice]] = {}
     for word in words:
         if len(word.values) > 1 and not sweep:
@@ -131,13 +130,6 @@ def _points(words: Sequence[Word], sweep: bool, base: RunConfig | None) -> Itera
         yield composed[repr(files)].point({name: value for key in in_order for name, value in point[key][1].items()})
 
 
-def _choice(word: Word, value: Any) -> _Choice:
-    if word.key in GROUPS:
-        return _group_choice(word.key, value)
-    as_typed = is_free_form(word.key) or _is_interpolation(value)
-    return None, {word.key: value if as_typed else _converted(word, value)}
-
-
 def _is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
@@ -147,18 +139,21 @@ def _references(text: str) -> set[str]:
     return {name.rpartition(".")[2] for name in re.findall(r"\$\{\s*\.*([\w.]+)\s*\}", text)}
 
 
-def _group_choice(group: str, value: Any) -> _Choice:
+def _choice(word: Word, value: Any) -> _Choice:
+    if (group := word.key) not in GROUPS:
+        as_typed = is_free_form(group) or _is_interpolation(value)
+        return None, {group: value if as_typed else _converted(word, value)}
     if group == SPECULATIVE and isinstance(value, dict):
         return None, {group: value}
-    word = str(value)
-    if word in choices.file_choices(group):
-        return word, {}
+    name = str(value)
+    if name in choices.file_choices(group):
+        return name, {}
     if group in choices.NAMED_GROUPS:
-        return None, {group: choices.of_name(group, word)}
-    if group == "model" and (name := choices.name_of_model(word)) is not None:
-        return "custom", {"model.path": word, "model.name": name}
+        return None, {group: choices.of_name(group, name)}
+    if group == "model" and (called := choices.name_of_model(name)) is not None:
+        return "custom", {"model.path": name, "model.name": called}
     further = ", ./FOLDER, or ORG/NAME of the Hugging Face Hub" if group == "model" else ""
-    raise ConfigError(closest(word, choices.choices(group), group, further=further))
+    raise ConfigError(closest(name, choices.choices(group), group, further=further))
 
 
 def _converted(word: Word, value: Any) -> Any:

@@ -39,8 +39,7 @@ for is written elsewhere in the config, or no part of what is measured."""
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read a config that was dumped as YAML, or the config of a measured point (.json); raises ConfigError where it is
-    not there, or is none."""
+    """Read a config dumped as YAML, or that of a measured point (.json); raises ConfigError where there is none."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -87,11 +86,9 @@ def in_todays_words(dumped: Mapping[str, Any]) -> dict[str, Any]:
             config["threshold"] = value
     engine = config.get("engine") or {}
     for name in ("enable_chunked_prefill", "async_scheduling"):
-        value = engine.pop(name, None)
-        if value is not None:
+        if (value := engine.pop(name, None)) is not None:
             engine["extra"] = {name: value} | (engine.get("extra") or {})
     for name, context in own_keys().items():
-        value = config.pop(name, None)
-        if value is not None:
+        if (value := config.pop(name, None)) is not None:
             config[SETTING] = f"{context}:{value}"
     return config

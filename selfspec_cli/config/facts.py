@@ -100,8 +100,7 @@ def longest_request(cfg: RunConfig) -> int | None:
 
 def config_file(model: ModelConfig, *, fetch: bool = False) -> Path | None:
     """The config.json of a model: in its folder or in the Hugging Face cache; None for one that is in neither. fetch:
-    get that of a model on the Hub where it is not in the cache. Raises ConfigError where the folder is not there, or
-    the file cannot be fetched."""
+    get it from the Hub where it is not in the cache. Raises ConfigError: no such folder, or it cannot be fetched."""
     place = model_path(model)
     if (folder := Path(place).expanduser()).is_dir():
         return folder / "config.json"
@@ -134,15 +133,16 @@ def _facts(file: Path, mtime_ns: int, size: int, overrides: str) -> ModelFacts:
     places = (given, given.get("text_config"), document.get("text_config"), document)
     sources = [source for source in places if isinstance(source, Mapping) and source]
     quantised = _first(sources, ("quantization_config", "compression_config"), dict)
-    known = bool(sources)
+    kinds = _first(sources, ("layer_types", "layers_block_type"), list) or []
+    recurrent = any("attention" not in str(kind) or "linear" in str(kind) for kind in kinds)
     return ModelFacts(
         layers=_first(sources, _LAYERS, int),
         hidden=_first(sources, _HIDDEN, int),
         vocab_size=_first(sources, ("vocab_size",), int),
         max_position=_positions(sources),
-        is_moe=(_first(sources, _EXPERTS, int) or 0) > 1 if known else None,
+        is_moe=(_first(sources, _EXPERTS, int) or 0) > 1 if sources else None,
         quantization=str(quantised.get("quant_method", "unknown")) if quantised else None,
-        hybrid=_is_hybrid(sources) if known else None,
+        hybrid=recurrent or any(source.get(name) for source in sources for name in _RECURRENT) if sources else None,
     )
 
 
@@ -161,13 +161,6 @@ def _positions(sources: list[Mapping[str, Any]]) -> int | None:
     if longest is None or not factor or rope.get("rope_type", rope.get("type")) in _ALREADY_SCALED:
         return longest
     return int(longest * factor)
-
-
-def _is_hybrid(sources: list[Mapping[str, Any]]) -> bool:
-    kinds = _first(sources, ("layer_types", "layers_block_type"), list) or []
-    return any("attention" not in str(kind) or "linear" in str(kind) for kind in kinds) or any(
-        source.get(name) for source in sources for name in _RECURRENT
-    )
 
 
 def version_of(name: str) -> str | None:

@@ -66,8 +66,7 @@ def safe_name(name: str) -> str:
 
 
 def folder_name(cfg: RunConfig) -> str:
-    """What files and folders that belong to one model are called: its name, for people, and a part of its
-    fingerprint, which may raise ConfigError."""
+    """A model's name, for people, with a part of its fingerprint: for files and folders. May raise ConfigError."""
     return f"{safe_name(cfg.model.name)}-{model_fingerprint(cfg)[:SHORT]}"
 
 
@@ -156,8 +155,7 @@ Counts = Callable[[], "Tensor"]  # returns token counts [V] of a corpus; called 
 
 
 def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
-    """Refuse (ConfigError, HeadError) a head that cannot be used at `layer` of a model with these facts; reads only a
-    file's header."""
+    """Refuse (ConfigError, HeadError) a head that `layer` of such a model cannot use; reads only a file's header."""
     if (file := full_head(cfg, layer)) is None:
         return
     metadata, asked = metadata_of(file), head_spec(replace(cfg.head, path=None))

@@ -1,5 +1,4 @@
-"""Every setting in words, from the schema: `selfspec options`, the commands' `--help`, docs/reference.md, and how a
-KEY=VALUE word can go on."""
+"""Every setting in words: `selfspec options`, `--help`, docs/reference.md; and how a KEY=VALUE word can go on."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -57,8 +56,7 @@ class Choice:
 
 
 def rows(word: str = "", *, rare: bool = False) -> list[Row]:
-    """The settings whose key or help holds `word`, in the order of the schema; without a word all that are not rare.
-    rare: without a word the rare ones too."""
+    """The settings whose key or help holds `word`; without a word all that are not rare. rare: the rare ones too."""
     made = [_row(option) for option in SETTINGS.values() if word or rare or option.key not in RARE]
     return [row for row in made if word.lower() in f"{row.key} {row.spec_key} {row.help}".lower()]
 

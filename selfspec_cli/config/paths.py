@@ -53,8 +53,7 @@ def prompts_file(prompts: str) -> Path:
 
 
 def read_yaml(file: Path, keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """A YAML file that holds a mapping with some of these keys (without them with any), or nothing; raises ConfigError
-    for any other."""
+    """A YAML file that holds a mapping with some of these keys (None: any), or nothing; else raises ConfigError."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

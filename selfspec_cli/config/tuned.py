@@ -58,8 +58,7 @@ def overrides(cfg: RunConfig) -> list[str]:
 
 
 def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
-    """Write the file of the model of `cfg` into the configuration folder `conf`, atomically. words: the overrides.
-    title: for people."""
+    """Write the file of the model of `cfg` into the folder `conf`, atomically. words: the overrides."""
     import yaml
 
     file = conf / TUNED / f"{folder_name(cfg)}.yaml"

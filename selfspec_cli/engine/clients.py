@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -102,12 +101,6 @@ class Run:
             RequestTimes(one.sent - start, tuple(event - start for event in one.events), one.tokens)
             for one in self.good
         )
-
-
-def check_installed() -> None:
-    """Raises ModuleNotFoundError without locust: a server would start for minutes before its clients could not."""
-    if find_spec("locust") is None:
-        raise ModuleNotFoundError("No module named 'locust'", name="locust")
 
 
 def processes_for(clients: int) -> int:

@@ -148,14 +148,7 @@ class ModelTokens(Tokens):
 
 
 FOLDER = "deploy"
-_OF_A_MEASUREMENT = (
-    "model",
-    "speculative_config",
-    "enable_prefix_caching",
-    "seed",
-    "disable_log_stats",
-    "worker_extension_cls",
-)
+_DROPPED = ("model", "speculative_config", "enable_prefix_caching", "seed", "disable_log_stats", "worker_extension_cls")
 _DEFAULTS: dict[str, Any] = {"tensor_parallel_size": 1, "load_format": "auto"}
 """Arguments that say nothing when they have these values, besides those that are None or False."""
 
@@ -206,7 +199,7 @@ def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
     options = {
         name: value
         for name, value in arguments.items()
-        if name not in _OF_A_MEASUREMENT and value not in (None, False, _DEFAULTS.get(name))
+        if name not in _DROPPED and value not in (None, False, _DEFAULTS.get(name))
     }
     # A switch that was set to false and is on by itself must be said.
     options |= {name: False for name in ("enable_chunked_prefill", "async_scheduling") if arguments.get(name) is False}

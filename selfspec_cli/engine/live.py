@@ -35,10 +35,9 @@ OpenEngine = Callable[..., AbstractContextManager["Engine"]]  # starts an engine
 
 @dataclass
 class Generation:
-    """What one closed loop generated, and how fast. outputs: token ids, in the order of the prompts, like all lists
-    here. seconds: wall time from the first request in to the last token out. requests: raw times. verified: vLLM's
-    counters; drafting: the draft loop's own; None where there are none. steps: tokens of each output of each
-    request."""
+    """What one closed loop generated. outputs: token ids, in the order of the prompts, like all lists here. seconds:
+    wall time from the first request in to the last token out. requests: raw times. verified: vLLM's counters; drafting:
+    the draft loop's own; None where there are none. steps: tokens of each output of each request."""
 
     outputs: list[list[int]]
     seconds: float
@@ -283,9 +282,8 @@ def _model_runner(cfg: RunConfig) -> Iterator[None]:
 
 
 def fork_engines(cfg: RunConfig) -> None:
-    """Have engines on a GPU forked from this process: each is spared importing vLLM again, half a minute on a slow
-    host. PyTorch is kept to one thread here (see `how_they_start`), so this is for processes that leave the work to
-    engines."""
+    """Have engines on a GPU forked from this process, which spares each half a minute of importing vLLM on a slow host.
+    PyTorch is kept to one thread here (see `how_they_start`), as engines do the work."""
     if device_of(cfg) != "cpu":  # such an engine runs in this process, with all of its cores
         import torch
 

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import gevent
-from locust import User, events, task
+from locust import User, task
 from locust.env import Environment
 from locust.exception import StopUser
 
@@ -38,7 +38,6 @@ class Run:
     """What the clients of this process share: which request is next, and where samples go."""
 
     def __init__(self) -> None:
-        self.environment: Environment | None = None
         self.taken = self.clients = 0
         self.began, self.cpu = time.monotonic(), time.process_time()
         self.active = len(range(FIRST, JOB["clients"] or STEP, STEP))
@@ -61,15 +60,15 @@ class Run:
         self.taken += 1
         return int(number)
 
-    def ended(self) -> None:
+    def ended(self, environment: Environment) -> None:
         """A client has nothing more to do; the last one ends the run."""
         self.active -= 1
         if self.active == 0:
             used = {"client_cpu_s": time.process_time() - self.cpu, "client_s": time.monotonic() - self.began}
             self.out.write(json.dumps(used) + "\n")
             self.out.close()
-            assert self.environment is not None and self.environment.runner is not None
-            gevent.spawn(self.environment.runner.quit)  # it waits for the clients, of which this is one
+            assert environment.runner is not None
+            gevent.spawn(environment.runner.quit)  # it waits for the clients, of which this is one
 
     def ask(self, number: int, late: float = 0.0) -> None:
         """One request, to its end. late: seconds that it was sent after its time."""
@@ -128,8 +127,7 @@ def _read(parts: list[Part]) -> dict[str, Any]:
             whole = True
         elif data:
             try:
-                event = json.loads(data)
-                written, counted, failure = _event(event)
+                written, counted, failure = _event(json.loads(data))
             except Exception:  # of any shape that a server may think of: the request failed, and the run goes on
                 written, counted, failure = [], {}, f"an event that cannot be read: {_words(data)}"
             usage = counted or usage
@@ -177,11 +175,6 @@ def _count(value: Any) -> int | None:
 RUN = Run()
 
 
-@events.init.add_listener
-def _begin(environment: Environment, **_: Any) -> None:
-    RUN.environment = environment
-
-
 class Client(User):
     """Of a closed loop, one of its clients; of an open loop, who sends all requests, each in a greenlet of its own."""
 
@@ -201,5 +194,5 @@ class Client(User):
                 gevent.sleep(max(0.0, moment - time.monotonic()))
                 sent.append(gevent.spawn(RUN.ask, number, max(0.0, time.monotonic() - moment)))
             gevent.joinall(sent)
-        RUN.ended()
+        RUN.ended(self.environment)
         raise StopUser

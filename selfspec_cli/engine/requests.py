@@ -74,8 +74,7 @@ def answers(
 
 
 def log_probability(engine: Engine, prefix: Sequence[int], token: int, after: Sequence[int] = ()) -> float:
-    """Log-probability (nats) of a token after `prefix`, alone in its batch. after: tokens that come in a step with
-    it."""
+    """Log-probability (nats) of a token after `prefix`, alone in its batch. after: tokens in the same step."""
     return float(_prompt_logprobs(engine, [*prefix, token, *after], 0)[len(prefix)][token].logprob)
 
 
@@ -197,17 +196,12 @@ def score(engine: Engine, passages: Sequence[Passage], progress: Progress = igno
     # its last.
     order = sorted(range(len(passages)), key=lambda index: -len(passages[index].ids))
     outputs = _outputs(engine, [passages[index].ids for index in order], [params] * len(order), "scored", progress)
-    scores = {
-        index: _score(passages[index], output.prompt_logprobs) for index, output in zip(order, outputs, strict=True)
-    }
+    scores: dict[int, Score] = {}
+    for index, output in zip(order, outputs, strict=True):
+        ranked = list(zip(passages[index].ids, output.prompt_logprobs, strict=True))[passages[index].context :]
+        scored = [by_token[token] for token, by_token in ranked]
+        scores[index] = Score(sum(one.logprob for one in scored), len(scored), all(one.rank == 1 for one in scored))
     return [scores[index] for index in range(len(passages))]
-
-
-def _score(passage: Passage, logprobs: Sequence[Any]) -> Score:
-    scored = [
-        ranked[token] for token, ranked in zip(passage.ids[passage.context :], logprobs[passage.context :], strict=True)
-    ]
-    return Score(sum(token.logprob for token in scored), len(scored), all(token.rank == 1 for token in scored))
 
 
 def complete(

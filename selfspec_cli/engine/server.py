@@ -57,8 +57,7 @@ class Server:
     def call(self, method: str, *args: Any) -> Any:
         """The first worker's answer to one of `EarlyExitWorker`'s methods."""
         answer = ask(f"{self.url}/collective_rpc", {"method": method, "args": list(args)})
-        document = json.loads(answer) if answer else {"results": [None]}
-        return document["results"][0]
+        return json.loads(answer)["results"][0] if answer else None
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """The server's Prometheus metrics: name -> labels as they stand -> value; empty for a server without them."""

@@ -6,7 +6,8 @@
     ended       the client has everything
 
 asking -> ended for an answer in one piece or a refusal; asking -> sending -> ended for a stream; sending -> continuing
--> sending for each backend that breaks off. A failure leaves the state as it is, and the next backend is tried.
+-> sending for each backend that breaks off. A failure while asking or continuing leaves the state
+as it is; the next backend is tried.
 """
 
 import time

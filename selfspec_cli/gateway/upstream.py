@@ -53,7 +53,8 @@ class BackendFailed(Exception):
 
 
 class Refused(Exception):
-    """A backend refused the request itself (HTTP 4xx): the client gets the error, and nobody else is asked."""
+    """A backend refused the request itself (HTTP 4xx): the client gets the error, unless a cascade holds
+    an unsure answer; the rest of a stream is then lost."""
 
     def __init__(self, status: int, raw: bytes) -> None:
         super().__init__(f"HTTP {status}")

@@ -32,9 +32,8 @@ class RecordError(Exception):
 
 @contextmanager
 def writing(results: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold a results folder for one command, and make its tables anew; the lock ends with the process, however it ends.
-    Raises ConfigError where another live process holds it (the message names its pid) or it cannot be written,
-    RecordError for a table that cannot."""
+    """Hold a results folder for one command, and make its tables anew; the lock ends with the process. Raises
+    ConfigError where another process holds it (named by its pid) or it cannot be written, RecordError for a table."""
     archive.refuse(results)
     folder = Path(results)
     try:

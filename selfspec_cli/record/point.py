@@ -24,8 +24,7 @@ AS_ITSELF = "as_itself"  # fact of a baseline: how many of its outputs were the 
 @dataclass(frozen=True)
 class Repeat:
     """One timed repeat: every prompt of the workload once. seconds: wall time from the first request in to the last
-    token out. verified: vLLM's counters; None for an engine that does not draft. drafting: the draft loop's own
-    counters; None where it keeps none."""
+    token out. verified: vLLM's counters; drafting: the draft loop's own; None where there are none."""
 
     seconds: float
     requests: tuple[RequestTimes, ...]
@@ -130,8 +129,7 @@ KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")  # t
 
 
 def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool) -> Comparison:
-    """Put a measurement beside the baseline that was measured for it. real_text: whether the outputs can be the
-    baseline's at all (acceptance was not set)."""
+    """Put a measurement beside its baseline. real_text: outputs can be the baseline's (acceptance was not set)."""
     theirs = baseline.tok_s
     low, high = speedup_interval(ours.tok_s, theirs) or (None, None)
     both = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Scores:
     @property
     def perplexity(self) -> float:
         """exp of the mean negative log-likelihood a token."""
-        return perplexity(self.nats, self.tokens)
+        return math.exp(math.fsum(self.nats) / sum(self.tokens))
 
     def interval(self, other: Scores | None = None) -> Interval | None:
         """The 95 % interval of the perplexity, or of what it is above another's of the same documents."""
@@ -99,11 +99,6 @@ class Finding:
         inner = self.found if part is None else self.found.get(part) or {}
         values = inner.get("baseline" if baseline else "scores")
         return None if values is None else Scores(**values)
-
-
-def perplexity(nats: Sequence[float], tokens: Sequence[int]) -> float:
-    """exp of the mean negative log-likelihood a token, from the sums (nats) and numbers of tokens of some texts."""
-    return math.exp(math.fsum(nats) / sum(tokens))
 
 
 @dataclass

@@ -132,17 +132,15 @@ def by_category(runs: Sequence[Sequence[Request]]) -> dict[str, dict[str, Any]]:
     found = {}
     for name in [*names, ALL]:
         parts = [[one for one in run if name in (one[0], ALL)] for run in runs]
-        everything = [times for part in parts for _, times, _ in part]
-        figures: dict[str, Any] = {"requests": len(everything), "tok_s": [_tok_s(part) for part in parts if part]}
+        times = [[one[1] for one in part] for part in parts if part]
+        tok_s = [sum(one.tokens for one in part) / sum(map(end_to_end, part)) for part in times]
+        everything = [one for part in times for one in part]
+        figures: dict[str, Any] = {"requests": len(everything), "tok_s": tok_s}
         if sizes := [size for part in parts for _, _, outputs in part for size in outputs[1:]]:
             accepted_at = [sum(size > place for size in sizes) for place in range(1, max(sizes))]
             figures |= {"steps": len(sizes), "accepted_at": accepted_at}
         found[name or "none"] = figures | summary(everything)
     return found
-
-
-def _tok_s(requests: Sequence[Request]) -> float:
-    return sum(times.tokens for _, times, _ in requests) / sum(end_to_end(times) for _, times, _ in requests)
 
 
 LEVEL = 0.95

@@ -133,7 +133,8 @@ def drafting_summary(point: Point) -> dict[str, Any] | None:
 
 def _measured(record: Record, point: Point) -> Record:
     against, is_baseline = point.compared_with, point.arm["arm"] == "baseline"
-    values: dict[str, Any] = {name: point.engine[name] for name in ENGINE_COLUMNS if point.engine.get(name) is not None}
+    names = ENGINE_COLUMNS + (() if record.arrivals is None else LOAD_COLUMNS)
+    values: dict[str, Any] = {name: point.engine[name] for name in names if point.engine.get(name) is not None}
     values |= known(statistics.summary(request for repeat in point.repeats for request in repeat.requests))
     values["ppl"] = point.perplexity
     if speeds := point.tok_s:
@@ -147,20 +148,12 @@ def _measured(record: Record, point: Point) -> Record:
             values["delta_ppl"] = point.perplexity - against.perplexity
     if same is not None and not record.temperature:  # what is sampled with drafts is another sample
         values["identical"], values["outputs"] = same
-    if record.arrivals is not None:
-        values |= _of_load(point)
+    if record.arrivals is not None and point.repeats:
+        values["req_s"] = median([len(one.requests) / one.seconds for one in point.repeats])
+        limits = point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms")
+        if any(limits):
+            values["goodput"] = median(statistics.goodput(one.requests, one.seconds, *limits) for one in point.repeats)
     return _with_prediction(_with_drafting(replace(record, **values), point), point.engine.get("step_bytes"))
-
-
-def _of_load(point: Point) -> dict[str, Any]:
-    values = {name: point.engine[name] for name in LOAD_COLUMNS if point.engine.get(name) is not None}
-    if not point.repeats:
-        return values
-    values["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
-    limits = point.arm.get("ttft_limit_ms"), point.arm.get("tpot_limit_ms")
-    if any(limits):
-        values["goodput"] = median([statistics.goodput(one.requests, one.seconds, *limits) for one in point.repeats])
-    return values
 
 
 ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "power_w", "cpu_own", "cpu_others")

@@ -48,8 +48,7 @@ def less_is_better(column: str) -> bool:
 
 
 def targets_of(points: Iterable[Point]) -> list[Target]:
-    """The targets of every experiment by which these points were measured; raises ConfigError for one that cannot be
-    understood."""
+    """The targets of the experiments that measured these points; raises ConfigError for a wrong one."""
     names = dict.fromkeys(name for point in points for name in experiments_of(point))
     return [_target(name, stated) for name in names for stated in experiment_targets(name)]
 

@@ -26,8 +26,7 @@ UPLOAD_LOG = "selfspec-upload.log"
 
 
 class Tracker:
-    """Takes points and figures; this one drops them. messages: shown to the user in the end. reported: it has had the
-    report of its command."""
+    """Takes points and figures; this one drops them. messages: for the user. reported: it has had a report."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []

@@ -29,8 +29,7 @@ NOT_COMPARED = ("results_dir", "repeats")  # where a point lies, and how often i
 
 @dataclass(frozen=True)
 class Pair:
-    """One arm on both sides. ratio: tokens a second of B over those of A, in the interval (None where repeats were not
-    kept). runs: number of runs of each side."""
+    """One arm on both sides. ratio: speed of B over A's, in the interval (None without repeats). runs: of each side."""
 
     arm: str
     where: str
@@ -124,8 +123,7 @@ def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = 
         warnings += doubts
         by_id = {row.point: row for row in chosen(map(tables.row, points), where)}
         sides.append({point.id: (point, by_id[point.id]) for point in points if point.ok and point.id in by_id})
-    comparison = between(words, [*sides[0].values()], [*sides[1].values()])
-    return replace(comparison, warnings=warnings)
+    return replace(between(words, [*sides[0].values()], [*sides[1].values()]), warnings=warnings)
 
 
 Measured = tuple[Point, Record]
@@ -208,8 +206,7 @@ def facts(point: Point) -> dict[str, Any]:
 
 
 def completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of settings that are newer than it, and without removed settings that were not
-    in use (None, false, 0 or empty)."""
+    """A configuration with the defaults of newer settings, and without removed ones not in use."""
     complete: dict[str, Any] = {}
     for name, default in defaults.items():
         value = config.get(name, default)

@@ -213,8 +213,7 @@ def table(sources: Sources) -> dict[str, Any]:
 
 
 def details(sources: Sources) -> dict[str, Any]:
-    """What each row opens: sections, each its title and the places of its parts in `pool`, which are texts, or pairs of
-    a name and a text."""
+    """What each row opens: sections, each its title and places in `pool`: texts, or pairs of name and text."""
     pool: dict[str, int] = {}
     where = sources.places or ["."] * len(sources.points)
     rows = []

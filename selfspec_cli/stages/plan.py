@@ -82,9 +82,9 @@ def plan(
     retry_failed: bool = False,
 ) -> Plan:
     """Group points by the engine they can share. known: points of the folder; those that are measured are skipped,
-    unless `again`, and comparable ones say how long others may take. reuse_baseline: take the newest measured baseline
-    with the right key, where there is one. retry_failed: only points that an earlier command could not measure, and
-    none has since."""
+    unless `again`, and comparable ones say how long others may take. A baseline is measured again for points that are
+    not finished, because machines drift; reuse_baseline: take the newest measured baseline with the right key, if any.
+    retry_failed: only points that no command could measure yet."""
     keys = Keys()
     measured = {point.key: point for point in known if point.ok}
     failed = {point.key for point in known} - measured.keys()
@@ -126,8 +126,7 @@ def expected_seconds(engines: Sequence[Sequence[Planned]], known: Sequence[Point
     times: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for point in known:
         if point.ok and point.seconds is not None and point.start_seconds is not None:
-            took = (point.seconds, point.start_seconds)
-            times.setdefault(_comparable(point.arm, point.device), []).append(took)
+            times.setdefault(_comparable(point.arm, point.device), []).append((point.seconds, point.start_seconds))
     medians = {name: [*map(statistics.median, zip(*some, strict=True))] for name, some in times.items()}
     total = 0.0
     for group in engines:

@@ -67,8 +67,7 @@ class Request:
 
 def run(cfgs: Sequence[RunConfig], request: Request, *, open_engine: OpenEngine, progress: Progress = ignore) -> Found:
     """Score the baseline of each model and engine, then every arm; each finding is on disk as soon as it is complete.
-    The plain model starts again to score what arms generated. Raises ConfigError: no corpus, or no results folder to
-    write."""
+    The plain model starts again to score what arms generated. Raises ConfigError: no corpus, or results folder."""
     request.check()
     families = arms.families(cfgs)
     held_out = any(_fitted_on(planned.cfg, request.corpus) for family in families for planned in family)
@@ -112,8 +111,6 @@ class _Family:
                 text = self._score_text(engine)
                 for name, generation in self._generate(engine, self.base.cfg).items():
                     self.plain[name] = generation, self._score(engine, generation.outputs)
-        except results.RecordError:
-            raise
         except Exception as error:  # nothing can be compared with it
             self.found.failed += [arms.failure(planned, error) for planned in (self.base, *others)]
             return
@@ -190,8 +187,7 @@ class _Family:
         }
 
     def _score(self, engine: Engine, outputs: Sequence[list[int]], name: str | None = None) -> Scores:
-        """Continuations under a plain engine. name: of the way to sample; outputs like the baseline's have its
-        score."""
+        """Continuations under a plain engine. name: of the way to sample; equal outputs have the baseline's score."""
         nats: dict[int, float] = {}
         if name is not None:
             theirs, scores = self.plain[name]

@@ -96,8 +96,7 @@ def run(
 
 def breakdown(trace: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Attribute the time of a recorded run, from the begin of its first range to the end of its last one: seconds of
-    each part, wall time, rounds, and whether kernels of a GPU were counted. Raises ValueError: there is no full
-    pass."""
+    each part, wall time, rounds, and whether kernels of a GPU were counted. Raises ValueError without a full pass."""
     events = [event for event in trace if event.get("ph") == "X"]
     ranges = [
         (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))

@@ -99,15 +99,9 @@ def plan(
         own = str(free_port())
         command = [*made.command(), *options, "--host", "127.0.0.1", "--port", own]
         replicas.append(Program(f"replica{number}", command, f"http://127.0.0.1:{own}", made.environment | place))
-    urls = [one.url for one in replicas]
-    command, environment = _front(urls, router, host, port, keys)
-    return replicas, Program("router", command, f"http://{_reached(host)}:{port}", environment)
-
-
-def _reached(host: str) -> str:
-    if host in ("", "0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+    command, environment = _front([one.url for one in replicas], router, host, port, keys)
+    reached = "127.0.0.1" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return replicas, Program("router", command, f"http://{reached}:{port}", environment)
 
 
 def _address(more: Sequence[str]) -> tuple[list[str], str, str, list[str]]:

@@ -122,8 +122,7 @@ def judge(exit_: Exit) -> Judgement:
         if settings:
             chosen = max((replay.replay(fit, setting, costs) for setting in settings), key=lambda o: o.speedup)
             best.append(replay.replay(judged, chosen.setting, costs))
-    oracle = replay.oracle(judged, exit_.log.k, costs)
-    return Judgement(replace(exit_, outcomes=tuple(best)), judged, oracle)
+    return Judgement(replace(exit_, outcomes=tuple(best)), judged, replay.oracle(judged, exit_.log.k, costs))
 
 
 def table(judgement: Judgement) -> list[replay.AucRow]:

@@ -84,9 +84,8 @@ def run(
     progress: Progress = ignore,
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Choose among `cfgs`, which differ in exit layer or head, and write the file that `tuned=MODEL` reads; the choice,
-    and as JSON what it was chosen from. conf: the folder of choices to write to. model_words: the overrides that name
-    the model. heads: tried too, where they are fitted for a layer that looks promising. Raises ConfigError: nothing was
-    drafted."""
+    and what it was chosen from. conf: folder of choices. model_words: overrides that name the model. heads: tried too,
+    where they are fitted for a layer that looks promising. Raises ConfigError: nothing was drafted."""
     first = cfgs[0]
     folder = Path(first.results_dir) / "tune" / f"{safe_name(first.model.name)}-{run_key(baseline_of(first))}"
     folder.mkdir(parents=True, exist_ok=True)

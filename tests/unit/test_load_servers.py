@@ -15,10 +15,11 @@ from commands import call, document, done, refused, until
 
 from selfspec_cli import children
 from selfspec_cli.config.schema import LoadConfig
-from selfspec_cli.engine import clients, cores, server
+from selfspec_cli.engine import cores, server
 from selfspec_cli.engine.server import ServerError, open_server
 from selfspec_cli.extras import install
 from selfspec_cli.record import folder, tables
+from selfspec_cli.stages import load
 
 pytestmark = pytest.mark.slow
 TOY = Path(__file__).with_name("openai_server.py")
@@ -65,7 +66,7 @@ def processes(word):
 
 @pytest.mark.parametrize("command", ["load", "check"])
 def test_without_locust_no_server_starts(toys, tmp_path, monkeypatch, command):
-    monkeypatch.setattr(clients, "find_spec", lambda _: None)
+    monkeypatch.setattr(load, "find_spec", lambda _: None)
     words = WORDS
     if command == "check":
         case = {"name": "one", "arm": ["gate=maxp"], "workload": ["load.clients=1"], "reach": {"failed_requests": 0}}

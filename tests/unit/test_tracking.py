@@ -156,7 +156,7 @@ def test_a_command_without_points_sends_delta_of_perplexity_of_each_arm(place):
     (table,) = run.glob("files/media/table/points*.table.json")
     document = json.loads(table.read_text())
     (line,) = (dict(zip(document["columns"], line, strict=True)) for line in document["data"])
-    expected = quality.perplexity(**ours) - quality.perplexity(**theirs)
+    expected = quality.Scores(**ours).perplexity - quality.Scores(**theirs).perplexity
     assert (line["arm"], line["E"]) == ("layer_skip", 3) and line["delta_ppl"] == pytest.approx(expected)
 
 

@@ -47,8 +47,7 @@ def _headline_first(together: list[Group], families: Sequence[under_load.Family]
 
 def coloured(figures: Sequence[Figure], rows: Iterable[Record]) -> list[Figure]:
     """Figures whose panels say which colour each name has. An arm has one colour everywhere. Two arms of one panel have
-    different colours as long as there are enough. A line through arms of several thresholds has the colour of the first
-    of them."""
+    different colours as long as there are enough. A line through several arms has the colour of the first."""
     rows = list(rows)
     arms = {row.point: name_of(row) for row in rows}
     kinds = {arms[row.point]: row.arm for row in rows}

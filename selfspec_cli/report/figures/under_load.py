@@ -61,8 +61,7 @@ def _axis(row: Record) -> str:
 
 
 def families(groups: Iterable[Group]) -> list[Family]:
-    """Families of at least two loads: those with real acceptance first, then those with three loads or more, then the
-    last measured."""
+    """Families of at least two loads: real acceptance first, then three loads or more, then the newest."""
     by_family: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for group in groups:
         rows = base.measured(group)

@@ -95,7 +95,9 @@ __device__ __forceinline__ void load_head(
     }
 }
 
-// An item, by all warps of the block.
+// An item, by all warps of the block: queries and the new key and value are made from words, each warp attends to its
+// share of tiles of 8 keys by online softmax, and the warps' sums are joined and written, whole (PK_ATT) or as a part with
+// its logarithm (PK_PART, PK_LSE), which parts.cu adds up.
 __device__ __forceinline__ void attend(
     const Lane& lane, const Arguments& a, const Item& item, u32 flag, int layer, bool direct, char* shared, float* sums
 ) {

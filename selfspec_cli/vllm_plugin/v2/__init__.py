@@ -10,8 +10,9 @@ Read in this order:
 speculator.py         `propose`: a round as the host launches it. Host, once a step.
 state.py              the tensors that a round lives in, the gate in force, and the record of drafts. Device memory,
                       changed between rounds.
-round_setup.py        one kernel: what the verify pass left becomes the first draft step's inputs, and how much each row
-                      may draft: by the table of limits by load, by its request's wishes, and by its request's end.
+round_setup.py        one kernel (matches.py and worth.py add theirs around it): what the verify pass left becomes
+                      the first draft step's inputs, and how much each row may draft: by the table of limits by load, by
+                      its request's wishes, and by its request's end.
 draft_loop.py         a draft step, the loop over steps, and its CUDA graph for each batch size. Launched once a round.
 device_loop.py        the WHILE node of that graph, which ends on the device when every gate is closed; and what
                       tensor-parallel ranks exchange inside that loop, and whether they can.

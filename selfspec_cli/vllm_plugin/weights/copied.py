@@ -35,7 +35,8 @@ class Kernels(Protocol):
     COMPILE_SIZES: tuple[int, ...]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A copy (`DraftWeights.quantise`) as the kernels read it; called once a weight, at load, on the device."""
+        """A copy (`DraftWeights.quantise`) as the kernels read it; called once a weight, at load, on the device.
+        fused_step/models.py takes tensors called words and scales for `integers` copies: other layouts have others."""
 
     def linear(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
         """x [n, in] -> [n, out] on what `prepare` returned, bias [out] included.

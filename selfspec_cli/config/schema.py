@@ -58,9 +58,23 @@ PROMPT_TABLES = (".json", ".jsonl", ".parquet")
 
 # What vLLM 0.32 knows. A load format that a plugin of vLLM registers is written as engine.extra.load_format.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
-LOAD_FORMATS: tuple[str, ...] = ("auto", "dummy", "safetensors", "pt", "hf", "npcache", "mistral", "fastsafetensors")
-LOAD_FORMATS += ("instanttensor", "ipc_cache", "modelexpress", "runai_streamer", "runai_streamer_sharded")
-LOAD_FORMATS += ("sharded_state", "tensorizer")
+LOAD_FORMATS = (
+    "auto",
+    "dummy",
+    "safetensors",
+    "pt",
+    "hf",
+    "npcache",
+    "mistral",
+    "fastsafetensors",
+    "instanttensor",
+    "ipc_cache",
+    "modelexpress",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "sharded_state",
+    "tensorizer",
+)
 DEVICES = ("auto", "cpu", "cuda")
 
 

@@ -103,7 +103,7 @@ def test_a_head_for_a_kind_of_layer_that_speculators_lacks_is_llamas_of_the_same
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["v2", "--module", "sampler", "--module", "v2/staet"], r"'v2/staet' .*allowed: .*sampler, state, .*'state'\?"),
+        (["v2", "--module", "runner", "--module", "v2/staet"], r"'v2/staet' .*allowed: state, runner, .*'state'\?"),
         (["csots"], r"'csots' .*allowed: costs, .*'costs'\?"),
     ],
 )

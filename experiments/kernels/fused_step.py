@@ -145,6 +145,12 @@ def check(run: Callable[[], None], step: Step, rounding: Rounding, loop: bool, b
     return row
 
 
+def demand_right(row: dict[str, Any]) -> None:
+    """Show what `check` found, and end with an AssertionError where it is wrong."""
+    print(json.dumps(row), flush=True)
+    assert row["error"] < 0.01 and row["cache_error"] < 0.01 and row["untouched"] and row["same_again"], row
+
+
 def looped(run: Callable[[], None], step: Step, wanted: Tensor) -> bool:
     """Whether the kernel gives the same as the body of a loop that ends on the device."""
     from selfspec_cli.vllm_plugin.v2.device_loop import DeviceLoop
@@ -254,8 +260,7 @@ def tiny(widths: list[int]) -> None:
     for tokens in widths:
         step = Step(model, CASES[tokens][0])
         row = check(Fused(model, tokens, blocks=16).bind(step), step, FEW_TOKENS, loop=False, beside=False)
-        print(json.dumps(row), flush=True)
-        assert row["error"] < 0.01 and row["cache_error"] < 0.01 and row["untouched"] and row["same_again"], row
+        demand_right(row)
 
 
 TINY = Shape(2, 1024, 2048, 8, 2, 128, 16, 1e-6, bias=True, head_norms=True)

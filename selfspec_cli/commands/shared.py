@@ -130,8 +130,8 @@ class TakesSettings(NamesValues):
 
 
 def complete(incomplete: str) -> list[tuple[str, str]]:
-    """How a KEY=VALUE word on the shell's line can go on. bash completes only what follows `=`. A key that is alone has
-    its placeholder beside it in bash and zsh, which would put a space after the only candidate."""
+    """How a KEY=VALUE word on the shell's line can go on. bash completes only what follows `=`. In bash and zsh
+    the only matching key comes with its placeholder as a second candidate, or the shell would add a space."""
     from selfspec_cli.config.options import candidates
 
     text, at = os.environ.get("COMP_WORDS", ""), int(os.environ.get("COMP_CWORD", "0"))

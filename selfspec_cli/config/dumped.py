@@ -39,7 +39,7 @@ for is written elsewhere in the config, or no part of what is measured."""
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read a config dumped as YAML, or that of a measured point (.json); raises ConfigError where there is none."""
+    """Read a config dumped as YAML, or that of a measured point (.json); raises ConfigError if it cannot be read."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")

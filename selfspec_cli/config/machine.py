@@ -54,8 +54,8 @@ def describe(cards: list[str]) -> str:
 
 
 def visible_gpus() -> list[str]:
-    """The names of the GPUs that CUDA shows, in its order: those of CUDA_VISIBLE_DEVICES, numbers or beginnings of
-    UUIDs, up to the first that there is not."""
+    """The names of the GPUs that CUDA shows, in its order: CUDA_VISIBLE_DEVICES has numbers or beginnings of UUIDs,
+    and CUDA stops at the first that is missing."""
     cards, wanted = gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return [name for _, name in cards]

@@ -369,12 +369,12 @@ class LengthRule:
         accepted: float = 0.0,
         latest: int | None = None,
     ) -> None:
-        """Take in the time from the tokens of the step before to those of a step, on about the context of the last
-        choice. prompt: tokens of prompts that it computed. accepted: drafts that it accepted, in the mean of its
-        requests. latest: width that was chosen last; None: the same.
+        """Take in a step. Its context was about that of the last choice. seconds: between the moments when the tokens
+        of the step before and its own were read. prompt: tokens of prompts that it computed. accepted: drafts that it
+        accepted, in the mean of its requests. latest: width that was chosen last; None: the same.
 
-        A host that launches steps before it reads earlier ones spends this time on the launches of later steps. Drafts
-        take it longer, so between drafting and plain steps the time belongs to neither.
+        A host that launches steps before it reads earlier ones spends these seconds on launching later steps. Launching
+        takes longer with drafts, so between drafting and plain steps the time is that of neither.
         """
         load, bucket = self._place(requests)
         kind = load, bucket, width, prompt > 0

@@ -220,7 +220,7 @@ _CONDITION = re.compile(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)")
 
 
 def chosen(rows: Iterable[Record], words: Sequence[str]) -> list[Record]:
-    """The rows that meet every condition (gate=varH, speedup>1.5, status~memory); raises ConfigError."""
+    """The rows that meet all conditions (speedup>1.5, status~memory); raises ConfigError for a wrong one."""
     conditions = [*map(_condition, words)]
     return [row for row in rows if all(holds(row) for holds in conditions)]
 

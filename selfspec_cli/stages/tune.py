@@ -56,6 +56,11 @@ class Budget:
         """May be negative."""
         return self.seconds - self.spent
 
+    @property
+    def is_for_the_race(self) -> bool:
+        """Whether what is left is the half that belongs to the race."""
+        return self.left < self.seconds / 2
+
 
 def facts(cfgs: Sequence[RunConfig], minutes: float, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
     """What `run` would do with these, for --dry-run. minutes, heads: as `Budget` and `run` take them."""
@@ -149,7 +154,7 @@ def survey(
         file = folder / f"drafts-{name}-{exits.draft_key(cfg)}.pt"
         if worse[view] >= 2:
             continue
-        if surveyed and budget.left < budget.seconds / 2 and not file.is_file():
+        if surveyed and budget.is_for_the_race and not file.is_file():
             late.append(cfg)
             continue
         try:
@@ -183,7 +188,7 @@ def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, budget: Budge
 
     def enough() -> bool:
         nonlocal left_out
-        left_out = budget.left < budget.seconds / 2
+        left_out = budget.is_for_the_race
         return left_out
 
     if file.is_file():

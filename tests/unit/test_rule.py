@@ -124,12 +124,14 @@ class Simulated:
     def _noise(self) -> float:
         return math.exp(NOISE * self.draw.standard_normal())
 
-    def _learn(self, width: int, seconds: float, drafted: int | np.ndarray, stood: np.ndarray) -> None:
-        """A step has ended, with `drafted` drafts of each request, of which `stood` did."""
+    def _learn(
+        self, width: int, seconds: float, drafted: int | np.ndarray, stood: np.ndarray, latest: int | None = None
+    ) -> None:
+        """A step has ended, with `drafted` drafts of each request, of which `stood` did. latest: see `stepped`."""
         self.now += seconds
         self._count(drafted, stood)
         self._copy_verdicts()
-        self.rule.stepped(self.requests, width, seconds, accepted=float(stood.mean()))
+        self.rule.stepped(self.requests, width, seconds, accepted=float(stood.mean()), latest=latest)
         self.rule.brought(self.requests, width, float(stood.mean()))
         self.widths[width] += 1
 
@@ -368,11 +370,7 @@ class Ahead(HostBound):
         seconds = (self.drafting if any(self.launched) else self.plain) * self._noise()
         stood = np.minimum(self.draw.geometric(1 - self.acceptance, self.requests) - 1, width)
         stood[self.draw.random(self.requests) >= self.matched] = 0
-        self.now += seconds
-        self._count(np.where(stood > 0, width, 0), stood)
-        self._copy_verdicts()
-        self.rule.stepped(self.requests, width, seconds, accepted=float(stood.mean()), latest=chosen)
-        self.rule.brought(self.requests, width, float(stood.mean()))
+        self._learn(width, seconds, np.where(stood > 0, width, 0), stood, chosen)
         return width
 
 

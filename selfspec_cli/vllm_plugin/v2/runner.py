@@ -23,7 +23,7 @@ from selfspec_cli.vllm_plugin.overrides import copied_as, overriding
 from selfspec_cli.vllm_plugin.v2.scheduling import CHOICE
 from selfspec_cli.vllm_plugin.wrap import around
 
-NOTHING = torch.empty(0, 0)
+NO_DRAFTS = torch.empty(0, 0)
 
 
 @around
@@ -53,7 +53,7 @@ def leave_out_drafting(original: Callable[..., Any], self: Any, *args: Any, **kw
     if step is None or not _drafting_is_disabled(self, step):
         return original(self, *args, **kwargs)
     # What a scheduler that asks for drafts gets: none, of these requests.
-    self.draft_tokens_handler.set_draft_tokens(step.input_batch, NOTHING)
+    self.draft_tokens_handler.set_draft_tokens(step.input_batch, NO_DRAFTS)
     kept = self.speculator, self.num_speculative_steps
     self.speculator, self.num_speculative_steps = None, 0
     try:

@@ -47,6 +47,7 @@ def first_layers(
     draft_weights: str = "shared",
     skipped: Sequence[int] = (),
     fitted: FittedWeights | None = None,
+    compiled: bool = True,
 ) -> nn.Module:
     """A module over the parameters of `model` that runs its first `layers` layers but `skipped`, and all after them.
     Called as `trunk(input_ids [n], positions [n], intermediate_tensors=None)` it gives hidden states [n, hidden], as
@@ -54,7 +55,8 @@ def first_layers(
     `remade_layer(i)` makes number i of them anew (`layer_maker`). Where vLLM compiles the target, the trunk is compiled
     as a function of its own, and a target that is not compiled yet gets the key of a plain engine (compile_cache.py).
     draft_weights: a kind that makes copies puts them in place of the linear weights of those layers; raises
-    SettingsError where there can be none. fitted: copies that were made from data, to take instead."""
+    SettingsError where there can be none. fitted: copies that were made from data, to take instead. compiled: False
+    for a trunk that runs seldom, which a start then does not wait for."""
     place = place_of(model)
     compile_cache.share_with_plain(place.modules, vllm_config)
     own, chosen = place.layers, drafting_layers(layers, skipped)
@@ -82,7 +84,10 @@ def first_layers(
         if inner is not None:
             trunk = _with_child(outer, inner, trunk, tag)
         if not getattr(trunk, "do_not_compile", True):
-            _compile_anew(trunk, tag, vllm_config, kernels)
+            if compiled:
+                _compile_anew(trunk, tag, vllm_config, kernels)
+            else:
+                trunk.__dict__["do_not_compile"] = True
     trunk.__dict__.update(drafting_layers=tuple(changed), drafting_decoder=decoder, remade_layer=remade_layer)
     return trunk
 

@@ -29,14 +29,19 @@ CpuPlatform.check_and_update_config = staticmethod(as_on_cuda)
 FixFunctionalizationPass.__call__ = lambda self, graph: None
 
 if __name__ == "__main__":
+    from functools import partial
+
     import torch
+    from selfspec_cli.vllm_plugin.trunk import first_layers
+    from selfspec_cli.vllm_plugin.v1 import proposer
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     chosen = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", "compile_sizes": [],
               "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}
     greedy = SamplingParams(temperature=0, max_tokens=20, detokenize=False, ignore_eos=True)
-    for k in (0, 3, 5):
+    for k, compiled in ((0, True), (3, True), (5, True), (5, False)):
+        proposer.first_layers = partial(first_layers, compiled=compiled)
         spec = {"method": "layer_skip", "layer_skip": 2, "num_speculative_tokens": k} if k else None
         llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, dtype="float32", block_size=32, max_num_seqs=2,
                   max_model_len=64, max_num_batched_tokens=64, kv_cache_memory_bytes=2**26, disable_log_stats=False,
@@ -65,11 +70,12 @@ def test_what_a_plain_engine_compiled_is_loaded_and_a_draft_is_compiled_once_for
     command = [sys.executable, str(script), str(model)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
     found = [json.loads(line.removeprefix("FOUND")) for line in run.stdout.splitlines() if line.startswith("FOUND")]
-    assert len(found) == 3, (run.stdout + run.stderr)[-3000:]
-    plain, first, second = found
+    assert len(found) == 4, (run.stdout + run.stderr)[-3000:]
+    plain, first, second, uncompiled = found
     # Of the target and its draft, in this process so far: how many were compiled, and how many were loaded.
     assert (plain["compiled"], plain["loaded"]) == (1, 0)
     assert (first["compiled"], first["loaded"]) == (2, 1)
     assert (second["compiled"], second["loaded"]) == (2, 3)
-    assert first["accepted"] and second["accepted"]
-    assert first["tokens"] == second["tokens"] == plain["tokens"]
+    assert (uncompiled["compiled"], uncompiled["loaded"]) == (2, 4)  # the target's alone
+    assert first["accepted"] and second["accepted"] and uncompiled["accepted"]
+    assert first["tokens"] == second["tokens"] == uncompiled["tokens"] == plain["tokens"]

@@ -109,7 +109,8 @@ class DraftLoop(TargetDependentARSpeculator):
 
     def _layers(self, target: nn.Module, fitted: FittedWeights | None) -> tuple[nn.Module, FusedStep | None]:
         """The layers that draft, and one kernel for all of them where there is one. If it has every number of tokens it
-        alone holds copies; what it does not run (vLLM's profiling run, too) multiplies by the target's weights."""
+        alone holds copies. What it does not run then (more requests, and vLLM's profiling run) is not compiled and
+        multiplies by the target's weights: a draft step costs more than it gains then, so the rule makes none."""
         settings, config, skipped = self.settings, self.vllm_config, self.settings.skipped
         decoder, count = place_of(target).decoder, len(drafting_layers(settings.layer, skipped))
         if DRAFT_WEIGHTS[settings.draft_weights].copies:
@@ -119,7 +120,7 @@ class DraftLoop(TargetDependentARSpeculator):
                 copied = layer_maker(target, settings.layer, config, settings.draft_weights, skipped, fitted)
                 step = fused_step(decoder, own, copied, config, self.device, alone=True)
                 if step is not None:
-                    return first_layers(target, settings.layer, config, skipped=skipped), step
+                    return first_layers(target, settings.layer, config, skipped=skipped, compiled=False), step
         trunk = first_layers(target, settings.layer, config, settings.draft_weights, skipped, fitted)
         layers: Sequence[nn.Module] = trunk.drafting_layers  # type: ignore[assignment]
         return trunk, fused_step(decoder, layers, layers.__getitem__, config, self.device, alone=False)

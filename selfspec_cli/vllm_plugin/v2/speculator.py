@@ -272,8 +272,9 @@ class EarlyExitSpeculator(DraftLoop):
         logits, requests = self.head.copied, self.max_num_reqs
         # Ends before the first graph is captured, which no other thread may disturb.
         with lowbit.compiled_beside(layers, logits, requests, self.device, ranks):
-            with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
-                self._forward(num_tokens)
+            if self.fused_step is None or not self.fused_step.alone:
+                with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
+                    self._forward(num_tokens)
             take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request waits for its compilation
         compile_cache.count_times([self._target, self.model], self.vllm_config)
         logger.info("early exit: the layers that draft are compiled after %.2f s", time.perf_counter() - began)

@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=480, help="no new cell is begun after this")
     parser.add_argument("--llm", default="{}", help="more arguments of vLLM's LLM, in JSON")
+    parser.add_argument("--spec", default='{"method": "selfspec"}', help="the one line, or one with set acceptance")
     parser.add_argument("--beside", nargs="*", default=[], metavar="NAME=JSON|PATH", help="further engines")
     args = parser.parse_args()
     if args.repeats < 2:
@@ -150,7 +151,7 @@ def main() -> None:
         "disable_log_stats": False,
         **json.loads(args.llm),
     }
-    drafting, logs = common | {"speculative_config": {"method": "selfspec"}}, args.out.parent
+    drafting, logs = common | {"speculative_config": json.loads(args.spec)}, args.out.parent
     fixed = [int(k) for k in args.fixed.split(",") if k]
     engines = {PLAIN: (common, ""), RULE: (drafting, "")} | ({"fixed": (drafting, "")} if fixed else {})
     for name, other in (words.split("=", 1) for words in args.beside):

@@ -567,3 +567,13 @@ def test_the_planner_follows_another_table_within_the_widths_that_have_graphs():
     planner_of(scheduler).set_table(LengthTable.parse("1:1", K))
     assert advance(scheduler) == 2  # the next width that there are graphs for
     assert planners_like(settings(length_table="1:3")) == []
+
+
+def test_beyond_the_requests_of_one_kernel_few_numbers_of_draft_steps_have_a_graph():
+    sizes = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, *range(8, 512, 8)], max_cudagraph_capture_size=504)
+    config = SimpleNamespace(compilation_config=sizes, scheduler_config=SimpleNamespace(max_num_seqs=140))
+    chosen = graphs.draft_sizes(config, 64)
+    assert chosen.cudagraph_capture_sizes == [1, 2, 4, *range(8, 72, 8), 96, 128, 136]
+    assert chosen.max_cudagraph_capture_size == 504
+    sizes.cudagraph_capture_sizes = None  # without graphs
+    assert graphs.draft_sizes(config, 64).cudagraph_capture_sizes == []

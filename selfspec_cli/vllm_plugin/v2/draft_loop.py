@@ -8,6 +8,7 @@ Without graphs the host launches each step."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import time
@@ -30,7 +31,7 @@ from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep, fused_step
 from selfspec_cli.vllm_plugin.spec_config import set_strict, settings_of
 from selfspec_cli.vllm_plugin.trunk import DraftPositions, attention_names, first_layers, layer_maker
 from selfspec_cli.vllm_plugin.v2 import device_loop, step_times
-from selfspec_cli.vllm_plugin.v2.graphs import manager_of
+from selfspec_cli.vllm_plugin.v2.graphs import draft_sizes, manager_of
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.state import DraftState, Free
 from selfspec_cli.vllm_plugin.v2.widths import widths
@@ -163,10 +164,11 @@ class DraftLoop(TargetDependentARSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Draft steps replay as full graphs or run eagerly; there is no prefill to capture."""
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        self.decode_cudagraph_manager = SpeculatorCudaGraphManager(
-            self.vllm_config, self.device, mode, decode_query_len=1
-        )
+        mode, config = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE, self.vllm_config
+        if self.fused_step is not None and self.fused_step.alone:
+            config = copy.copy(config)
+            config.compilation_config = draft_sizes(config, self.fused_step.most)
+        self.decode_cudagraph_manager = SpeculatorCudaGraphManager(config, self.device, mode, decode_query_len=1)
 
     def capture(self) -> None:
         """Record the whole draft loop (or one step of it) for each batch size."""

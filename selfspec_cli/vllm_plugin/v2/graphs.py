@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.rule import REQUESTS
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.step_times import Replay
 from selfspec_cli.vllm_plugin.v2.widths import decode_sizes, mixed_sizes, reach, widths
@@ -230,6 +231,14 @@ def _sizes_for(width: int, settings: ResolvedSettings, sizes: Any, limit: int) -
     if reach(settings, limit) > most:
         return sizes  # as the user chose them
     return _with_sizes(sizes, [size for size in decode_sizes(settings, width, limit) if size <= most])
+
+
+def draft_sizes(config: Any, most: int) -> Any:
+    """vLLM's compilation config with the sizes of draft steps where one kernel makes those of up to `most` requests.
+    Drafts of more gain nothing, and their graphs take the longest to capture, so few batch sizes have one."""
+    sizes, limit = config.compilation_config, config.scheduler_config.max_num_seqs
+    usual = [size for size in sizes.cudagraph_capture_sizes or () if size <= limit]
+    return _with_sizes(sizes, [size for size in usual if size <= most or size in (*REQUESTS, usual[-1])])
 
 
 def _with_sizes(sizes: Any, chosen: list[int]) -> Any:

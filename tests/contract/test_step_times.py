@@ -1,5 +1,6 @@
 """What the graphs of an engine take: measured once, kept in a file, and read by a scheduler; no graph is replayed."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -121,13 +122,34 @@ def test_without_layers_that_draft_a_draft_step_takes_no_time(measured):
 
 def test_a_graph_is_replayed_on_inputs_of_its_own(monkeypatch):
     """On those of the graph that was captured last, SmolLM2's verify pass of two requests never ended on an H200."""
-    done, event = (
-        [],
-        SimpleNamespace(
-            record=lambda: None, query=lambda: True, synchronize=lambda: None, elapsed_time=lambda end: 1.0
-        ),
-    )
-    monkeypatch.setattr(step_times.torch.cuda, "Event", lambda **_: event)
+    done = []
+    timed_as(itertools.repeat(1.0), monkeypatch)
     replay = step_times.Replay(lambda: done.append("launch"), lambda: done.append("prepare"))
     assert step_times._seconds("a verify pass", replay) == 1e-3
     assert done == ["prepare"] + ["launch"] * (1 + step_times.REPLAYS)
+
+
+@pytest.mark.parametrize(
+    ("taken", "found", "replays"),
+    [
+        ([9.0, 8.0, 4.0, 7.0, 4.05, 1.0], 4.0, 5),
+        ([9.0, 8.0, 4.0, 7.0, 6.0, 9.0, 3.95, 1.0], 3.95, 7),
+        ([1.1**-n for n in range(100)], 1.1 ** -(step_times.MOST_REPLAYS - 1), step_times.MOST_REPLAYS),
+    ],
+)
+def test_replays_that_other_engines_on_the_gpu_delay_are_repeated_until_the_two_shortest_agree(
+    taken, found, replays, monkeypatch
+):
+    times = timed_as(taken, monkeypatch)
+    assert step_times._seconds("a draft step", step_times.Replay(lambda: None)) == pytest.approx(found / 1000)
+    assert len(taken) - len(list(times)) == replays
+
+
+def timed_as(milliseconds, monkeypatch):
+    """CUDA events between which that many milliseconds pass, in turn; what is left of them."""
+    left = iter(milliseconds)
+    event = SimpleNamespace(
+        record=lambda: None, query=lambda: True, synchronize=lambda: None, elapsed_time=lambda end: next(left)
+    )
+    monkeypatch.setattr(step_times.torch.cuda, "Event", lambda **_: event)
+    return left

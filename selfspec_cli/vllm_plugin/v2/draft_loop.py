@@ -320,6 +320,10 @@ class DraftLoop(TargetDependentARSpeculator):
         lengths = torch.zeros(rows, dtype=torch.int32)
         lengths[:num_reqs] = (upper_bound[:num_reqs] + step).clamp_(max=self.state.max_model_len)
         buffers = self.input_buffers
+        cached = buffers.seq_lens[:rows]  # 0 for a request that drafts no more
+        if not self.supports_decode_metadata_update and batch.cg_mode != CUDAGraphMode.FULL:
+            # With attention in chunks vLLM takes 0 for the end of a chunk, and looks for the blocks before the first.
+            cached = cached.clamp(min=1)
         metadata = build_attn_metadata(
             attn_groups=self.attn_groups,
             num_reqs=rows,
@@ -327,7 +331,7 @@ class DraftLoop(TargetDependentARSpeculator):
             query_start_loc_gpu=buffers.query_start_loc[: rows + 1],
             query_start_loc_cpu=torch.arange(rows + 1, dtype=torch.int32).clamp_(max=num_reqs),
             max_query_len=1,
-            seq_lens=buffers.seq_lens[:rows],
+            seq_lens=cached,
             max_seq_len=self.draft_max_seq_len,
             block_tables=[table[:rows] for table in self.block_tables.input_block_tables],
             slot_mappings=self.block_tables.slot_mappings[:, :tokens],

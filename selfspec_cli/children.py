@@ -22,8 +22,7 @@ _WITH_PARENT = (
 
 
 def start(command: Sequence[str], out: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process whose output goes to `out`; Ctrl-C does not reach it, and it gets SIGTERM when this one is
-    gone."""
+    """Start a process with output to `out`; Ctrl-C does not reach it, and it gets SIGTERM when this one is gone."""
     return subprocess.Popen(
         [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,

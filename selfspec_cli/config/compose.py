@@ -50,12 +50,8 @@ def compose_runs(
     config: str | Path | None = None,
 ) -> list[RunConfig]:
     """Every point that the overrides span, in their order, checked, without repetitions; raises ConfigError. Points
-    share what they have in common: change a copy.
-
-    experiment: name of a file in experiments/, as `experiment=NAME` among the overrides. overrides: they win over those
-    of the experiment and of `tuned=MODEL`. sweep: whether lists and ranges are allowed. config: a dumped config to
-    start from instead of the schema's defaults.
-    """
+    share what they have in common: change a copy. experiment: as `experiment=NAME` among the overrides, which win over
+    it and over `tuned=MODEL`. sweep: whether lists and ranges are allowed. config: a dumped config to start from."""
     base = load_config(config) if config else None
     users = parse(overrides)
     _refuse_repeated(users)

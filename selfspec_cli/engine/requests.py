@@ -17,9 +17,8 @@ MISSING = -100.0  # nats; far below any that a model gives to a token that was t
 
 @dataclass(frozen=True)
 class Request:
-    """One request. prompt: token ids. tokens: generated at most. params: fields of vLLM's SamplingParams that differ
-    from a greedy request that ignores end-of-text and is not detokenized; under "structured" those of
-    StructuredOutputsParams."""
+    """One request. prompt: token ids. tokens: generated at most. params: fields of vLLM's SamplingParams that are not
+    those of a greedy request without end-of-text and text; under "structured" those of StructuredOutputsParams."""
 
     prompt: list[int]
     tokens: int
@@ -49,9 +48,8 @@ def answers(
     waves: bool = False,
     between: Callable[[int], None] | None = None,
 ) -> list[Answer]:
-    """Run requests with `batch` of them in flight; answers in the order of the requests. waves: the next requests begin
-    when all before have ended, so that no prompt shares a step with generated tokens. between: called before each step
-    of the engine with the number of steps so far."""
+    """Run requests with `batch` of them in flight; answers in their order. waves: the next begin when all before have
+    ended, so that no prompt shares a step with generated tokens. between: called before each step with its number."""
     core, found = engine.llm.llm_engine, [Answer([], (None, None))] * len(requests)
     numbers: dict[str, int] = {}
     waiting, steps = list(enumerate(requests))[::-1], 0

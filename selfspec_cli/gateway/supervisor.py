@@ -39,11 +39,8 @@ def replica(settings: BackendSettings) -> Replica:
 
 
 class Supervisor:
-    """Starts what has to be started, and looks after all backends.
-
-    folder: for the logs of servers. looked: called after each look. say: called with messages for people. starts:
-    whether servers are started here; otherwise another process does it.
-    """
+    """Starts what has to be started, and looks after all backends. folder: for the logs of servers. looked: called
+    after each look. say: called with messages for people. starts: whether servers are started here, or elsewhere."""
 
     def __init__(
         self, upstream: Upstream, folder: Path, looked: Callable[[], None], say: Callable[[str], None], starts: bool
@@ -59,8 +56,7 @@ class Supervisor:
         self._retired: dict[subprocess.Popen[bytes], asyncio.Task[None]] = {}
 
     async def take(self, replicas: Sequence[Replica]) -> None:
-        """Look after these backends from now on: start what is new, and end the servers of those that are gone
-        once the requests there have ended."""
+        """Look after these backends: start what is new, and end the servers of the others once no request is there."""
         gone = [replica for replica in self._tasks if replica not in replicas]
         self.replicas = list(replicas)
         for replica in gone:

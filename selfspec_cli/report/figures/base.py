@@ -91,8 +91,7 @@ def config(ink: str, muted: str, line: str) -> dict[str, Any]:
 
 
 def figure(name: str, title: str, about: str, chart: Any, panels: Sequence[Panel]) -> list[Figure]:
-    """A figure as a list of one; of none where no panel has data. No two panels have one name: of those that would, the
-    later ones say when they were measured, or are numbered."""
+    """A figure as a list of one; of none where no panel has data. Panels that would have one name are numbered."""
     kept, seen = [], Counter[tuple[str, str]]()
     for panel in panels:
         if panel.data:

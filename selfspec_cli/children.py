@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,13 @@ def start(command: Sequence[str], out: BinaryIO, environment: Mapping[str, str])
         env=dict(environment),
         start_new_session=True,
     )
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def end(process: subprocess.Popen[bytes], wish: signal.Signals, seconds: float) -> None:

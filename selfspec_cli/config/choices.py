@@ -92,15 +92,6 @@ def of_name(group: str, word: str) -> Any:
     return given if head_spec(given) == spec else replace(given, target=spec.target)
 
 
-def name_of_model(word: str) -> str | None:
-    """A folder's own name, or a whole Hugging Face id, since many end alike; None for the name of a preset."""
-    paths.refuse_address(word, "model")
-    if not paths.looks_like_model_path(word):
-        return None
-    folder = word.startswith(("/", ".", "~")) or Path(word).is_dir()
-    return (Path(word).expanduser().resolve().name if folder else word) or word
-
-
 def experiment_files() -> dict[str, Path]:
     folders = (paths.experiments_dir(), Path.cwd() / "experiments")
     return {file.stem: file for folder in folders for file in sorted(folder.glob(f"*{_SUFFIX}"))}

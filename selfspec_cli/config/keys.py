@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from selfspec_cli import load_patterns
 from selfspec_cli.config import machine, schema, speculative
 from selfspec_cli.config.facts import device_of, exit_layer
-from selfspec_cli.config.model_files import full_head, head_folder, model_fingerprint
+from selfspec_cli.config.model_files import LENGTH, full_head, head_folder, model_fingerprint
 from selfspec_cli.config.paths import model_path, prompts_file
 from selfspec_cli.config.schema import EARLY_EXIT, Method, RunConfig, Runner, to_plain
 from selfspec_cli.config.speculative import draft_of
@@ -180,7 +180,6 @@ def digest(facts: Any) -> str:
 
 
 T = TypeVar("T")
-DIGITS = 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: how often each token occurred
 
@@ -227,7 +226,7 @@ def _unless_refused(find: Callable[[RunConfig], T], cfg: RunConfig) -> T | None:
 def _tokenizer(cfg: RunConfig) -> str | None:
     folder = Path(cfg.model.tokenizer or model_path(cfg.model)).expanduser()
     found = [digest for name in TOKENIZER_FILES if (digest := file_digest(folder / name)) is not None]
-    return hashlib.sha256(" ".join(found).encode()).hexdigest()[:DIGITS] if found else None
+    return hashlib.sha256(" ".join(found).encode()).hexdigest()[:LENGTH] if found else None
 
 
 def layer_in_force(cfg: RunConfig) -> int | None:
@@ -238,4 +237,4 @@ def layer_in_force(cfg: RunConfig) -> int | None:
 @lru_cache(maxsize=4096)
 def _content_digest(path: str, mtime_ns: int, size: int) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+        return hashlib.file_digest(file, "sha256").hexdigest()[:LENGTH]

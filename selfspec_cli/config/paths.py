@@ -75,9 +75,12 @@ def checked_mapping(value: Any, place: str, keys: Sequence[str] | None = None) -
     return value
 
 
-def looks_like_model_path(word: str) -> bool:
-    """Whether `word` can only mean a folder or a Hugging Face id, as opposed to the name of a preset."""
-    return word.startswith(("/", "./", "../", "~")) or Path(word).is_dir() or _HUB_ID.fullmatch(word) is not None
+def name_of_model(word: str) -> str | None:
+    """A folder's own name, or a whole Hugging Face id, since many end alike; None for the name of a preset."""
+    refuse_address(word, "model")
+    if word.startswith(("/", "./", "../", "~")) or Path(word).is_dir():
+        return Path(word).expanduser().resolve().name or word
+    return word if _HUB_ID.fullmatch(word) else None
 
 
 def refuse_address(word: str, key: str) -> None:

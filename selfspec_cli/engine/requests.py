@@ -115,11 +115,6 @@ def metric(engine: Engine, name: str) -> int:
     return sum(int(counter.value) for counter in engine.llm.get_metrics() if counter.name == f"vllm:{name}")
 
 
-def preempt_all(engine: Engine) -> None:
-    """Throw every running request out of the KV cache; each is computed again from its tokens."""
-    engine.llm.reset_prefix_cache(reset_running_requests=True)
-
-
 def forget_prefixes(engine: Engine) -> None:
     """Empty the prefix cache; nothing may be running."""
     engine.llm.reset_prefix_cache()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import children, interrupts
+from selfspec_cli.children import free_port
 from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit import counters
@@ -138,13 +139,6 @@ def open_server(
         yield server
     finally:
         children.end(process, signal.SIGINT, patience)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def listening_error(host: str, port: int) -> OSError | None:

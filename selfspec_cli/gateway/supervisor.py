@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -114,7 +113,7 @@ class Supervisor:
             with suppress(BackendFailed, *NO_LIST):
                 await self._listed(replica)
                 return self.say(f"{replica.name}: answers at {replica.url}")
-        port = (urlsplit(replica.url).port if replica.url else None) or _free_port()
+        port = (urlsplit(replica.url).port if replica.url else None) or children.free_port()
         local = not replica.url or urlsplit(replica.url).hostname in ("127.0.0.1", "localhost")
         if kind.command is None or not local or (replica.url and not settings.words):
             return self.say(f"{replica.name}: nobody answers at {replica.url} yet")
@@ -231,9 +230,3 @@ class Supervisor:
     async def _read_metrics(self, replica: Replica) -> None:
         before = replica.look()
         replica.looked(before, read((await self.upstream.get(replica, "/metrics")).decode(errors="replace")))
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

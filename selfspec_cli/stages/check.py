@@ -282,7 +282,6 @@ def place(device: str) -> dict[str, Any]:
 
 def keep(results: str | os.PathLike[str], line: dict[str, Any]) -> Path:
     """Add a line, whole or not at all. Raises RecordError: it could not be written."""
-    archive.refuse(results)
     path = Path(results) / HISTORY
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)

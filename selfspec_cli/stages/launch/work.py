@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import children
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import Keys
@@ -201,9 +201,7 @@ def points_of(
                 time.sleep(POLL)
             yield from _taken(spool)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # engines that it left, too
-            process.wait()
+            children.end(process, signal.SIGKILL, 0)  # with engines that it left
         last = "" if process.returncode == 0 else " / ".join(map(str.strip, last_lines(output, SHOWN)))
         yield Ended(process.returncode, last)
 

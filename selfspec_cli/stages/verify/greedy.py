@@ -265,7 +265,7 @@ def _between(engine: Engine, case: Case, drafting: bool) -> Callable[[int], None
 
     def preempt(step: int) -> None:
         if step in PREEMPTED_AT:
-            asking.preempt_all(engine)
+            engine.llm.reset_prefix_cache(reset_running_requests=True)
 
     def change(step: int) -> None:
         engine.set_gate(*next(gates))

@@ -136,7 +136,8 @@ def fit_draft_weights(
     from selfspec_cli.stages import fit
 
     cfgs = configs.several(overrides)
-    preflight.check_all(cfgs)
+    for cfg in cfgs:
+        preflight.check(cfg)
     fit.check_weights(cfgs, file)
     if out.dry_run:
         files = [str(file or fit.path_for(cfg)) for cfg in cfgs]

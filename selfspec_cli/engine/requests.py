@@ -185,8 +185,7 @@ def score(engine: Engine, passages: Sequence[Passage], progress: Progress = igno
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    # Long ones first, and equal lengths together: a step then holds about as many tokens from its first request to
-    # its last.
+    # Long ones first, and equal lengths together: then all steps hold about as many tokens.
     order = sorted(range(len(passages)), key=lambda index: -len(passages[index].ids))
     outputs = _outputs(engine, [passages[index].ids for index in order], [params] * len(order), "scored", progress)
     scores: dict[int, Score] = {}

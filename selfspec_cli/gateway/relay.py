@@ -81,7 +81,11 @@ class Relay:
                     self.client.headers["x-selfspec-backend"] = replica.name
                     raise of_backend(error.status, error.raw, replica.name) from error
             except BackendFailed as error:
-                self._failed(replica, error)
+                self.out.tried.append(replica.name)
+                self.tries.failed(replica, error)
+                if self.state is State.sending:
+                    self.state = State.continuing
+                    self._broke_at = self._last_sent
 
     def _next(self) -> Replica | None:
         """The backend that is tried now; None to send the answer of which its backend was unsure."""
@@ -98,13 +102,6 @@ class Relay:
         if replica is self.tries.last:
             self.sure = None  # nobody is left to ask: its answer is taken
         return replica
-
-    def _failed(self, replica: Replica, error: BackendFailed) -> None:
-        self.out.tried.append(replica.name)
-        self.tries.failed(replica, error)
-        if self.state is State.sending:
-            self.state = State.continuing
-            self._broke_at = self._last_sent
 
     # ---- one backend -------------------------------------------------------------------------------------------------
 

@@ -43,12 +43,6 @@ TOKENIZERS = ("*token*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.ti
 """Patterns of file names, one of which a model's folder has if it has weights, or a tokenizer."""
 
 
-def check_all(cfgs: Iterable[RunConfig]) -> None:
-    """`check` every point of a command."""
-    for cfg in cfgs:
-        check(cfg)
-
-
 def check(cfg: RunConfig, *, served: bool = False) -> None:
     """Refuse (ConfigError, HeadError) a point that could not run, without network. served: whatever its workload."""
     check_model(cfg)

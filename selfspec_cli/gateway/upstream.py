@@ -51,7 +51,7 @@ class BackendFailed(Exception):
 
 
 class Refused(Exception):
-    """A backend refused the request itself (HTTP 4xx): the client is told, or gets a cascade's unsure answer."""
+    """A backend refused the request itself (HTTP 4xx): the client gets that, or a cascade's unsure answer."""
 
     def __init__(self, status: int, raw: bytes) -> None:
         super().__init__(f"HTTP {status}")

@@ -1,5 +1,4 @@
-"""The process `selfspec`: its stdout carries results only; what vLLM and its libraries print goes to stderr, and while
-a command works to a log file (`commands/working.py`)."""
+"""The process `selfspec`: stdout carries results only; what libraries print goes to stderr, or into a log file."""
 
 import os
 import sys

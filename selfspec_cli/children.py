@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,7 @@ _WITH_PARENT = (
 
 
 def start(command: Sequence[str], out: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process whose output goes to `out`; Ctrl-C does not reach it, and it gets SIGTERM when this one is
-    gone."""
+    """Start a process with output to `out`; Ctrl-C does not reach it, and it gets SIGTERM when this one is gone."""
     return subprocess.Popen(
         [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
@@ -32,6 +32,13 @@ def start(command: Sequence[str], out: BinaryIO, environment: Mapping[str, str])
         env=dict(environment),
         start_new_session=True,
     )
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def end(process: subprocess.Popen[bytes], wish: signal.Signals, seconds: float) -> None:

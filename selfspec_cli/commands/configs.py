@@ -61,7 +61,8 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
 
 def runnable(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
     """Configs as this machine can run them; says where that is eagerly. Raises ConfigError where one could not run."""
-    preflight.check_all(cfgs)
+    for cfg in cfgs:
+        preflight.check(cfg)
     runs = preflight.for_this_machine(cfgs)
     eager = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
     warn([eager] if runs != list(cfgs) else [])

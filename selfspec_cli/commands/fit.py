@@ -1,5 +1,4 @@
-"""What is fitted and chosen for a model: `selfspec fit`, `fit-lsq` and `fit-weights` make heads and copies; `roc` says
-which gate and threshold to use; `tune` finds all settings."""
+"""`selfspec fit`, `fit-lsq`, `fit-weights`: heads and copies; `roc`: gate and threshold; `tune`: all settings."""
 
 from __future__ import annotations
 
@@ -79,9 +78,8 @@ def fit_heads(
 
 
 def to_fit(points: Sequence[RunConfig]) -> tuple[RunConfig, dict[str, Any]]:
-    """The point of a grid whose model, engine and workload count, and fields of `fit.Request` that the grid settles;
-    the lens is always among the heads. Raises ConfigError: points of several models or engines, a point without a
-    layer, a head given as a file, or nothing that needs a fit."""
+    """The point of a grid whose model, engine and workload count, and fields of `fit.Request` that the grid settles.
+    Raises ConfigError: several models or engines, a point without a layer, a head's file, or nothing to fit."""
     for cfg in points:
         preflight.check_model(cfg)
         if cfg.head.path is not None:
@@ -138,7 +136,8 @@ def fit_draft_weights(
     from selfspec_cli.stages import fit
 
     cfgs = configs.several(overrides)
-    preflight.check_all(cfgs)
+    for cfg in cfgs:
+        preflight.check(cfg)
     fit.check_weights(cfgs, file)
     if out.dry_run:
         files = [str(file or fit.path_for(cfg)) for cfg in cfgs]

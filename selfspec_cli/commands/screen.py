@@ -117,8 +117,7 @@ def _fail(error: BaseException, message: str, code: int, as_json: bool, debug: b
 
 @dataclass(frozen=True)
 class Output:
-    """How a command answers. as_json: stdout ends with one document. dry_run: no engine starts. debug: tracebacks and
-    all that vLLM prints show."""
+    """How a command answers. as_json: stdout ends with one document. dry_run: no engine starts. debug: see `OUTPUT`."""
 
     as_json: bool = False
     dry_run: bool = False

@@ -17,6 +17,7 @@ from selfspec_cli.commands import configs
 from selfspec_cli.commands.measuring import Backend, SweepOptions, begun, measure
 from selfspec_cli.commands.screen import ROWS_KEPT, Output, note, say, warn
 from selfspec_cli.commands.shared import Config, Overrides, command, split_at_dashes
+from selfspec_cli.commands.working import LOGS
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.config.validation import validate
 from selfspec_cli.early_exit.errors import on_one_line
@@ -33,8 +34,6 @@ from selfspec_cli.report.rows import label
 from selfspec_cli.stages import load as stage
 from selfspec_cli.stages import preflight, replicas
 from selfspec_cli.stages.plan import results_dir
-
-LOGS = "logs"
 
 
 @command(
@@ -149,7 +148,7 @@ def serve(out: Output, overrides: Overrides = None, config: Config = None) -> No
             return out.answer(plan | {"commands": lines}, lambda: say("\n".join(lines)))
         preflight.check_device(cfg)
         check_port(more)
-        return replicas.serve(servers, front, Path(cfg.results_dir) / "logs", note)
+        return replicas.serve(servers, front, Path(cfg.results_dir) / LOGS, note)
     line = " ".join([made.line(), *map(shlex.quote, more)])
     if out.dry_run:
         return out.answer(plan | {"command": line}, lambda: say(line))

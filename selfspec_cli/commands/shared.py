@@ -207,9 +207,8 @@ def command(
     dry_run: bool = True,
     then: str | Callable[[dict[str, Any]], str] = BEGINS_AGAIN,
 ) -> Callable[[Any], Any]:
-    """Make a command for app.py of a function (out: Output, options), with the options of every command, and exit codes
-    for errors. settings: it takes KEY=VALUE, which its help lists. dry_run: it has that option. then: what is true
-    after an interrupt (screen.py), or what says so of the options."""
+    """Make a command for app.py of a function (out: Output, options): `OUTPUT`, and exit codes for errors. settings: it
+    takes KEY=VALUE. dry_run: it has that option. then: what is true after an interrupt, or a function that says it."""
     flags = {field: option for field, option in OUTPUT.items() if dry_run or field != "dry_run"}
 
     def marked(function: Any) -> Any:

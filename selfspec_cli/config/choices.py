@@ -1,7 +1,6 @@
 """What a group can be set to: choices of conf/ and ./conf, and names that need no file; experiments.
 
-A choice is a file conf/GROUP/NAME.yaml, or NAME in conf/GROUP.yaml. A user's ./conf and ./experiments add names and
-take the place of packaged ones.
+A choice is a file conf/GROUP/NAME.yaml, or NAME in conf/GROUP.yaml; of equal names ./conf and ./experiments win.
 """
 
 from dataclasses import fields, is_dataclass, replace
@@ -78,8 +77,7 @@ def _kind(group: str) -> Knob:
 
 
 def of_name(group: str, word: str) -> Any:
-    """The settings that a name of `NAMED_GROUPS` means, such as the gate varH, or the head translator_r15; raises
-    ConfigError, which names the nearest, for an unknown name."""
+    """The settings that a name of `NAMED_GROUPS` means, such as the gate varH; raises ConfigError for another name."""
     try:
         if group != "head":
             if word not in _kind(group).words():
@@ -92,16 +90,6 @@ def of_name(group: str, word: str) -> Any:
         raise ConfigError(f"{error}{own}") from error
     given = HeadConfig(kind=spec.kind, rank=spec.rank, bias=spec.bias)
     return given if head_spec(given) == spec else replace(given, target=spec.target)
-
-
-def name_of_model(word: str) -> str | None:
-    """What a folder or a Hugging Face id is called; None for a preset's name. A folder has its own name, a model of the
-    Hub its whole id, because many have the same last part."""
-    paths.refuse_address(word, "model")
-    if not paths.looks_like_model_path(word):
-        return None
-    folder = word.startswith(("/", ".", "~")) or Path(word).is_dir()
-    return (Path(word).expanduser().resolve().name if folder else word) or word
 
 
 def experiment_files() -> dict[str, Path]:

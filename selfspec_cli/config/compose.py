@@ -26,6 +26,7 @@ from selfspec_cli.config import tuned as tuned_files
 from selfspec_cli.config.dumped import first_line, load_config
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.options import SETTINGS
+from selfspec_cli.config.paths import name_of_model
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
 from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.config.validation import refuse_names_of_other_gates, validate, validate_command
@@ -50,12 +51,8 @@ def compose_runs(
     config: str | Path | None = None,
 ) -> list[RunConfig]:
     """Every point that the overrides span, in their order, checked, without repetitions; raises ConfigError. Points
-    share what they have in common: change a copy.
-
-    experiment: name of a file in experiments/, as `experiment=NAME` among the overrides. overrides: they win over those
-    of the experiment and of `tuned=MODEL`. sweep: whether lists and ranges are allowed. config: a dumped config to
-    start from instead of the schema's defaults.
-    """
+    share what they have in common: change a copy. experiment: as `experiment=NAME` among the overrides, which win over
+    it and over `tuned=MODEL`. sweep: whether lists and ranges are allowed. config: a dumped config to start from."""
     base = load_config(config) if config else None
     users = parse(overrides)
     _refuse_repeated(users)
@@ -150,7 +147,7 @@ def _choice(word: Word, value: Any) -> _Choice:
         return name, {}
     if group in choices.NAMED_GROUPS:
         return None, {group: choices.of_name(group, name)}
-    if group == "model" and (called := choices.name_of_model(name)) is not None:
+    if group == "model" and (called := name_of_model(name)) is not None:
         return "custom", {"model.path": name, "model.name": called}
     further = ", ./FOLDER, or ORG/NAME of the Hugging Face Hub" if group == "model" else ""
     raise ConfigError(closest(name, choices.choices(group), group, further=further))

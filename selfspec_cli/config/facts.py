@@ -29,9 +29,8 @@ _ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepsee
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's config.json says, with `model.hf_overrides`; None where it does not say. max_position: positions
-    that the model allows. quantization: how its weights are stored, None for plain weights. is_moe: it has experts.
-    hybrid: some layers keep a recurrent state."""
+    """What config.json says, with `model.hf_overrides`; None where it does not. max_position: of tokens. quantization:
+    of the weights, None for plain ones. is_moe: it has experts. hybrid: some layers keep a recurrent state."""
 
     layers: int | None = None
     hidden: int | None = None

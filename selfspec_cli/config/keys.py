@@ -1,8 +1,7 @@
 """What a config measures, as short keys: which points are equal, which share an engine, and whose baseline is whose.
 
-A key has what the files that a config names hold, as digests: a file that was written anew is another measurement.
-Digests are kept for the life of the process by path, modification time and size, so that ten thousand configs that
-share a model read it once.
+A key has digests of the files that a config names: a file that was written anew is another measurement. Digests are
+kept by path, modification time and size, so that ten thousand configs that share a model read it once.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 from selfspec_cli import load_patterns
 from selfspec_cli.config import machine, schema, speculative
 from selfspec_cli.config.facts import device_of, exit_layer
-from selfspec_cli.config.model_files import full_head, head_folder, model_fingerprint
+from selfspec_cli.config.model_files import LENGTH, full_head, head_folder, model_fingerprint
 from selfspec_cli.config.paths import model_path, prompts_file
 from selfspec_cli.config.schema import EARLY_EXIT, Method, RunConfig, Runner, to_plain
 from selfspec_cli.config.speculative import draft_of
@@ -74,8 +73,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
 
 
 def uses(cfg: RunConfig, key: str) -> bool:
-    """Whether the method and the gate of `cfg` look at `key` at all; True for what is no setting of either. key: of a
-    setting, or of a group of them such as gate."""
+    """Whether method and gate of `cfg` look at `key`, a setting or a group of them; True for settings of neither."""
     if key.partition(".")[0] == speculative.KEY:
         return cfg.method is Method.vllm
     about = [option.knob for name, option in OPTIONS.items() if name == key or name.startswith(f"{key}.")]
@@ -111,8 +109,7 @@ def run_key(cfg: RunConfig) -> str:
 
 
 class Keys:
-    """The keys of many configs of one command. What they share (a model, a workload, files) is read and hashed once.
-    One object is of one moment: a file that changes later has the digest that it had."""
+    """The keys of many configs of one command, at one moment: a model, a workload or a file is read and hashed once."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str], str] = {}
@@ -141,9 +138,8 @@ class Keys:
         return digest(facts | _gate_facts(cfg) | {name: getattr(cfg, name) for name in MEASURING})
 
     def arm(self, cfg: RunConfig) -> str:
-        """Names the arm that a config measures: what findings about the quality of its output belong to. It is the same
-        whatever the workload, and whatever the engine's settings for speed and memory (eager or compiled, batch and
-        cache sizes), which change the rounding of numbers and nothing else."""
+        """Names the arm of a config, to which findings about its output's quality belong. It is the same whatever the
+        workload and the engine's settings for speed and memory, which change the rounding of numbers alone."""
         digests = {name: digest for name, digest in self.digests(cfg).items() if name != "prompts"}
         facts: dict[str, Any] = {"model": self._part(cfg, "model"), "extra": cfg.engine.extra, "device": device_of(cfg)}
         facts |= {name: value for name, value in method_settings(cfg).items() if name != "head_dir"} | _gate_facts(cfg)
@@ -184,7 +180,6 @@ def digest(facts: Any) -> str:
 
 
 T = TypeVar("T")
-DIGITS = 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: how often each token occurred
 
@@ -231,7 +226,7 @@ def _unless_refused(find: Callable[[RunConfig], T], cfg: RunConfig) -> T | None:
 def _tokenizer(cfg: RunConfig) -> str | None:
     folder = Path(cfg.model.tokenizer or model_path(cfg.model)).expanduser()
     found = [digest for name in TOKENIZER_FILES if (digest := file_digest(folder / name)) is not None]
-    return hashlib.sha256(" ".join(found).encode()).hexdigest()[:DIGITS] if found else None
+    return hashlib.sha256(" ".join(found).encode()).hexdigest()[:LENGTH] if found else None
 
 
 def layer_in_force(cfg: RunConfig) -> int | None:
@@ -242,4 +237,4 @@ def layer_in_force(cfg: RunConfig) -> int | None:
 @lru_cache(maxsize=4096)
 def _content_digest(path: str, mtime_ns: int, size: int) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+        return hashlib.file_digest(file, "sha256").hexdigest()[:LENGTH]

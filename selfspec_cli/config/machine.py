@@ -39,8 +39,7 @@ def hardware() -> dict[str, Any]:
 
 
 def device(cfg: RunConfig) -> str:
-    """What `cfg` runs on, in a few words: the processor and its cores, or the name and number of the GPUs in use: of
-    those that CUDA_VISIBLE_DEVICES shows, as many as the model is divided among."""
+    """What `cfg` runs on: processor and cores, or as many of the visible GPUs as the model is divided among."""
     return cpu() if device_of(cfg) == "cpu" else describe(visible_gpus()[: cfg.model.tensor_parallel_size])
 
 
@@ -54,8 +53,7 @@ def describe(cards: list[str]) -> str:
 
 
 def visible_gpus() -> list[str]:
-    """The names of the GPUs that CUDA shows, in its order: CUDA_VISIBLE_DEVICES has numbers or beginnings of UUIDs,
-    and CUDA stops at the first that is missing."""
+    """The names of the GPUs that CUDA shows: by number or beginning of a UUID, up to the first that is missing."""
     cards, wanted = gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return [name for _, name in cards]

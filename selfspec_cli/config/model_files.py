@@ -185,9 +185,8 @@ def full_head(cfg: RunConfig, layer: int) -> Path | None:
 
 def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor | None:
     """Return the token ids of `cfg.vocab`, int64 [V'] ascending; None for the full vocabulary. A number means the most
-    frequent tokens of the text on which heads were fitted (counts in the head folder), or else of what `counts()`
-    counts; with dummy weights, which speak no language, evenly spaced ids. Raises HeadError for more tokens than the
-    vocabulary has, or a list file with anything but its ids."""
+    frequent tokens of the text of the fits (counts in the head folder), or else of `counts()`; with dummy weights
+    evenly spaced ids. Raises HeadError for more tokens than the vocabulary has, or a file of anything but its ids."""
     from selfspec_cli.early_exit import draft_vocab  # imports torch
     from selfspec_cli.early_exit.head_module import most_frequent_ids
 

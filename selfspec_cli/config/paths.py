@@ -31,8 +31,7 @@ def experiments_dir() -> Path:
 
 
 def reference_model_dir() -> Path:
-    """The embedded reference model: config.json, tokenizer.json and safetensors. A package of its own brings it where
-    there is no checkout (packaging/reference_model)."""
+    """The embedded reference model, of the checkout or of a package of its own (packaging/reference_model)."""
     here = experiments_dir() / "reference_model" / "model"
     found = None if here.is_dir() else importlib.util.find_spec("selfspec_reference_model")
     places = [] if found is None else list(found.submodule_search_locations or ())
@@ -76,9 +75,12 @@ def checked_mapping(value: Any, place: str, keys: Sequence[str] | None = None) -
     return value
 
 
-def looks_like_model_path(word: str) -> bool:
-    """Whether `word` can only mean a folder or a Hugging Face id, as opposed to the name of a preset."""
-    return word.startswith(("/", "./", "../", "~")) or Path(word).is_dir() or _HUB_ID.fullmatch(word) is not None
+def name_of_model(word: str) -> str | None:
+    """A folder's own name, or a whole Hugging Face id, since many end alike; None for the name of a preset."""
+    refuse_address(word, "model")
+    if word.startswith(("/", "./", "../", "~")) or Path(word).is_dir():
+        return Path(word).expanduser().resolve().name or word
+    return word if _HUB_ID.fullmatch(word) else None
 
 
 def refuse_address(word: str, key: str) -> None:
@@ -104,8 +106,7 @@ def in_hub_cache(model: ModelConfig, file: str) -> Path | None:
 
 
 def model_path(model: ModelConfig) -> str:
-    """What to hand to vLLM as the model: a folder that is there, or a Hugging Face id. Raises ConfigError where it can
-    only be a folder, and that is not there or holds no config.json."""
+    """What to hand to vLLM as the model: a Hugging Face id or a folder. Raises ConfigError without a config.json."""
     what = f"model.path={model.path}"
     if model.path == REFERENCE:
         path = reference_model_dir()

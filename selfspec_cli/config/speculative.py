@@ -112,8 +112,7 @@ def check_words(cfg: RunConfig) -> None:
 
 
 def check(cfg: RunConfig) -> None:
-    """Refuse (ConfigError) what cannot be had here: a package, a head, a device. Of a draft on the Hub only what is in
-    the cache is looked at; the engine checks the rest."""
+    """Refuse (ConfigError) a package, head or device that is not here; the engine looks at drafts on the Hub."""
     if cfg.method is not Method.vllm:
         return
     method = cfg.speculative.get("method")

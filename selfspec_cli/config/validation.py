@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 def validate(cfg: RunConfig) -> None:
-    """Refuse what cannot mean anything, by a ConfigError with the key, the value and what is allowed. What the model's
-    facts or its files tell is for stages/preflight.py to refuse."""
+    """Refuse (ConfigError) what cannot mean anything; stages/preflight.py looks at the model's facts and files."""
     for option, value in out_of_range(cfg):
         raise ConfigError(refusal(option, value))
     for key in ("results_dir", "head_dir"):
@@ -49,9 +48,8 @@ def validate(cfg: RunConfig) -> None:
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
     """Refuse (ConfigError) what one point alone does not show: several values of what a command has one of, and
-    settings of the method that no point uses (a baseline uses none, which is said only where nothing else is measured).
-    A value that is the default asks for nothing. given: what was typed for each key, such as {"threshold":
-    "tau_v=4,5,6"}."""
+    settings, other than a default, that no point's method uses (a baseline's count only where nothing else is
+    measured). given: what was typed for each key, such as {"threshold": "tau_v=4,5,6"}."""
     launcher = (f"launcher.{item.name}" for item in fields(LauncherConfig))
     for key in ("results_dir", "head_dir", "tracker.kind", *launcher):
         values = dict.fromkeys(str(attrgetter(key)(cfg)) for cfg in points)

@@ -143,8 +143,7 @@ def _numbers(sweep: RangeSweep) -> tuple[int | float, ...]:
 
 
 def _documents(key: str, value: str) -> tuple[dict[str, Any], ...]:
-    """The mappings of speculative={...}, or of several apart by commas, in JSON as vLLM takes it: Hydra's grammar knows
-    no quotes around keys. Empty for anything else."""
+    """The mappings of speculative={...},{...}, in JSON as vLLM takes it, which Hydra's grammar is not; else empty."""
     if key != SPECULATIVE or not value.lstrip().startswith("{"):
         return ()
     try:

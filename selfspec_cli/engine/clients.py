@@ -53,8 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. sent, events: seconds of the machine's monotonic clock. late: seconds that it was sent after its
-    time. tokens: counted by the server. error: why it failed; None for one that ended well."""
+    """One request. sent, events: monotonic seconds. late: seconds after its time. tokens: the server's count."""
 
     number: int
     sent: float
@@ -68,8 +67,7 @@ class Sample:
 
 @dataclass
 class Run:
-    """What came back. began: when the first request was sent. cpu: share of a core that the clients used, of their
-    busiest process; None for a run that was cut short. interrupted: it was."""
+    """What came back. cpu: share of a core that the busiest process of the clients used; None if it was cut short."""
 
     samples: list[Sample] = field(default_factory=list)
     cpu: float | None = None
@@ -111,9 +109,8 @@ def processes_for(clients: int) -> int:
 def run(
     job: Job, folder: Path, *, check: Callable[[], None], progress: Callable[[int, float], None] = lambda *_: None
 ) -> Run:
-    """Run a job to its end; raises ClientsError if locust failed. Leaves job.json, samples.jsonl and clients.log in
-    `folder`, which is new. check: called while the clients work; what it raises ends them. progress: called with the
-    requests ended and the seconds gone so far."""
+    """Run a job to its end; raises ClientsError if locust failed. Leaves job.json, samples.jsonl and clients.log in a
+    new `folder`. check: called meanwhile; what it raises ends the clients. progress: gets ended requests, seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     log, whole = folder / "clients.log", folder / "samples.jsonl"
     (folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")

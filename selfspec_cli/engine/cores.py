@@ -1,5 +1,4 @@
-"""How much of the processor cores a command had between two moments, and how much others had: on a busy machine speeds
-say as much of its other users as of the arm."""
+"""How much of the processor cores a command and others had between two moments: on a busy machine speeds say less."""
 
 import os
 from collections.abc import Iterator

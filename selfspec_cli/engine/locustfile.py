@@ -112,8 +112,7 @@ def _receive(response: http.client.HTTPResponse, parts: list[Part]) -> None:
 
 
 def _read(parts: list[Part]) -> dict[str, Any]:
-    """What a stream held, whatever the server wrote. tokens: None where it did not count them. whole: it ended as
-    streams end. failure: why the request failed, in the server's words."""
+    """What a stream held. tokens: None if not counted. whole: it ended as streams do. failure: the server's words."""
     moments, texts, whole, failures = [], [], False, []
     usage: dict[str, Any] = {}
     for moment, line in parts:

@@ -17,9 +17,8 @@ MISSING = -100.0  # nats; far below any that a model gives to a token that was t
 
 @dataclass(frozen=True)
 class Request:
-    """One request. prompt: token ids. tokens: generated at most. params: fields of vLLM's SamplingParams that differ
-    from a greedy request that ignores end-of-text and is not detokenized; under "structured" those of
-    StructuredOutputsParams."""
+    """One request. prompt: token ids. tokens: generated at most. params: fields of vLLM's SamplingParams that are not
+    those of a greedy request without end-of-text and text; under "structured" those of StructuredOutputsParams."""
 
     prompt: list[int]
     tokens: int
@@ -49,9 +48,8 @@ def answers(
     waves: bool = False,
     between: Callable[[int], None] | None = None,
 ) -> list[Answer]:
-    """Run requests with `batch` of them in flight; answers in the order of the requests. waves: the next requests begin
-    when all before have ended, so that no prompt shares a step with generated tokens. between: called before each step
-    of the engine with the number of steps so far."""
+    """Run requests with `batch` of them in flight; answers in their order. waves: the next begin when all before have
+    ended, so that no prompt shares a step with generated tokens. between: called before each step with its number."""
     core, found = engine.llm.llm_engine, [Answer([], (None, None))] * len(requests)
     numbers: dict[str, int] = {}
     waiting, steps = list(enumerate(requests))[::-1], 0
@@ -115,11 +113,6 @@ def next_distribution(engine: Engine, prefixes: Sequence[Sequence[int]]) -> list
 def metric(engine: Engine, name: str) -> int:
     """One of vLLM's counters since the engine started; 0 for one that it does not keep."""
     return sum(int(counter.value) for counter in engine.llm.get_metrics() if counter.name == f"vllm:{name}")
-
-
-def preempt_all(engine: Engine) -> None:
-    """Throw every running request out of the KV cache; each is computed again from its tokens."""
-    engine.llm.reset_prefix_cache(reset_running_requests=True)
 
 
 def forget_prefixes(engine: Engine) -> None:
@@ -192,8 +185,7 @@ def score(engine: Engine, passages: Sequence[Passage], progress: Progress = igno
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    # Long ones first, and equal lengths together: a step then holds about as many tokens from its first request to
-    # its last.
+    # Long ones first, and equal lengths together: then all steps hold about as many tokens.
     order = sorted(range(len(passages)), key=lambda index: -len(passages[index].ids))
     outputs = _outputs(engine, [passages[index].ids for index in order], [params] * len(order), "scored", progress)
     scores: dict[int, Score] = {}

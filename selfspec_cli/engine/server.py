@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import children, interrupts
+from selfspec_cli.children import free_port
 from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.early_exit import counters
@@ -116,10 +117,9 @@ class Server:
 def open_server(
     cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Start a server for `cfg` on this machine alone, give it when it answers, and end it. more: options of vLLM's
-    server. log: of its output. scratch: a folder that lasts. environment: variables beside those of this process.
-    Raises ConfigError, HeadError: what `cfg` asks for cannot be had; ServerError: it ended, or did not answer, with the
-    end of its log."""
+    """Start a server for `cfg` on this machine alone, give it when it answers, and end it. more: options of vLLM's.
+    log: of its output. scratch: a folder that lasts. environment: further variables. Raises ConfigError, HeadError:
+    what `cfg` asks for cannot be had; ServerError, with the end of the log: it ended, or did not answer."""
     made, port = deployment(cfg, scratch), str(free_port())
     cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
     # vLLM's development mode lets this command read the draft loop's counters.
@@ -139,13 +139,6 @@ def open_server(
         yield server
     finally:
         children.end(process, signal.SIGINT, patience)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def listening_error(host: str, port: int) -> OSError | None:

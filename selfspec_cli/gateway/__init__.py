@@ -3,6 +3,4 @@ continues it elsewhere when that backend dies, and says what that gained.
 
 Read in this order: server.py, core.py, routing.py (policies/), relay.py (upstream.py, continuation.py, client.py),
 replica.py (timing.py), supervisor.py.
-
-Imports run one way: this package knows config and record, and neither vLLM nor engine/, stages/ or report/.
 """

@@ -1,5 +1,4 @@
-"""The cache of answers: a SQLite file by a hash of what shapes an answer, calls that equal requests share, and answers
-as one document and as a stream."""
+"""The cache of answers: a SQLite file by a hash of each request, calls that equal requests share, and replays."""
 
 import asyncio
 import hashlib
@@ -72,8 +71,7 @@ class AnswerCache:
         return dict(zip(("entries", "bytes"), self._one("SELECT entries, bytes FROM size"), strict=True))
 
     def lookup(self, wanted: bytes, now: float, oldest: float) -> tuple[str, dict[str, Any]] | None:
-        """(what feedback and eviction name it by, the answer in OpenAI's form) of a request, by its key; None where
-        there is none that was made at `oldest` or later."""
+        """(the entry's name, the answer in OpenAI's form) by a request's key; None if none is of `oldest` or later."""
         found = self._one("SELECT id, answer FROM answer WHERE key = ? AND created >= ?", (wanted, oldest))
         if found is None:
             return None
@@ -118,11 +116,8 @@ def _number(entry: str) -> int | None:
 
 
 class Flight:
-    """One call whose answer goes to all clients that ask the same. It goes on while one of them is there.
-
-    form: key of the answer, and in which form clients want it. messages: of ASGI, as they were sent. size: bytes of
-    them. readers: clients. furthest: messages that one has taken.
-    """
+    """One call whose answer goes to all clients that ask the same. It goes on while one of them is there. form: key and
+    form of the answer. messages: of ASGI, as sent. size: their bytes. furthest: messages that a client has taken."""
 
     def __init__(self, form: tuple[bytes, bool, bool]) -> None:
         self.form = form
@@ -170,10 +165,8 @@ class Flight:
 
 
 class Caching:
-    """The cache on a request's way: a hit is replayed, equal requests at once share one call, an answer is kept.
-
-    cache: None where none is configured. fault: called with what failed in the cache. flights: by their form.
-    """
+    """The cache on a request's way: a hit is replayed, equal requests at once share one call, an answer is kept. cache:
+    None where none is configured. fault: called with what failed in the cache. flights: by their form."""
 
     def __init__(
         self, settings: CacheSettings, cache: AnswerCache | None, fault: Callable[[BaseException], Any]
@@ -199,10 +192,8 @@ class Caching:
         return all(name in self.settings.also_for for name, special in specials(request).items() if special)
 
     async def answered(self, out: Outcome, client: Client, ask: Ask) -> bool:
-        """Answer a request from the cache, or by a call that equal requests share; False where it is not cached.
-
-        ask: has a backend answer a request. Raises GatewayError as it does.
-        """
+        """Answer from the cache, or by a call that equal requests share; False where the request is not cached. ask:
+        has a backend answer. Raises GatewayError as it does."""
         request = out.request
         if self.cache is None:
             return False
@@ -270,8 +261,7 @@ class Caching:
 
 
 def document(raw: bytes) -> Document | None:
-    """The answer as one JSON document in OpenAI's form; None for one that is an error, ends early or is none at all.
-    raw: what a client was sent: a stream of events, or one JSON document."""
+    """The answer (a stream of events, or a document) as a document; None for an error, and one that ends early."""
     try:
         answer = loads(raw) if raw.lstrip().startswith(b"{") else _assembled(Parser().feed(raw))
     except (ValueError, LookupError, TypeError, AttributeError, BrokenStream):

@@ -103,8 +103,7 @@ class Client:
 
 
 async def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: float) -> str:
-    """Cancels a task when its client goes away before its answer was sent, or has read nothing for `unread` seconds.
-    Returns why; nothing where the task was not cancelled."""
+    """Cancel a task when its client is gone, or has read nothing for `unread` seconds. Returns why, or nothing."""
     gone = ""
     while not gone:
         try:

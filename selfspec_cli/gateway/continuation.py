@@ -67,13 +67,10 @@ def _single(request: Request) -> bool:
 
 @dataclass
 class Answer:
-    """The client's side of one stream of /v1/chat/completions or /v1/completions.
-
-    ids: token ids are asked for. head: id, created, model and object of the first event. texts: what the client has, by
-    channel. other: something else than text has been sent, such as a part of a tool call. ends: choices that have
-    ended. usage: the last one that came, of the whole answer. skip: by channel, what an answer from the beginning still
-    has to repeat. before: tokens that came from other backends than the one of now.
-    """
+    """The client's side of one stream of /v1/chat/completions or /v1/completions. ids: token ids are asked for. head:
+    id, created, model and object of the first event. texts: what the client has, by channel. other: something else than
+    text was sent, such as a part of a tool call. ends: choices that have ended. usage: the newest, of the whole answer.
+    skip: by channel, what a second answer still has to repeat. before: tokens from other backends than that of now."""
 
     request: Request
     ids: bool = False
@@ -206,8 +203,7 @@ class Answer:
         return Way.again if fits and not self.request.body.get("return_token_ids") else None
 
     def rest(self, way: Way) -> tuple[str, dict[str, Any]] | None:
-        """(endpoint, body) that ask for the rest, whose events are taken from now on; None where nothing is missing but
-        the event that says that the limit was reached."""
+        """(endpoint, body) that ask for the rest, taken from now on; None where only the limit's event is missing."""
         self.way = way
         if way is Way.again:
             self.ids, self.before, self.prompt_ids, self.token_ids = False, 0, [], []
@@ -251,12 +247,9 @@ def _inner(choice: dict[str, Any]) -> dict[str, Any]:
 @dataclass
 class ResponsesAnswer(Answer):
     """The client's side of one stream of /v1/responses: named events, which end with `response.completed`. After a
-    death the request is asked again, if it is greedy and only text has been sent.
-
-    seen: kinds of the events in BEGINS that the client has; again: those that the second answer has repeated.
-    ids_seen: ids that the client knows. names: the second answer's ids, and the client's in their place. number: of the
-    newest event.
-    """
+    death the request is asked again, if it is greedy and only text has been sent. seen: kinds of the events in BEGINS
+    that the client has; again: those that the second answer has repeated. ids_seen: ids that the client knows. names:
+    the second answer's ids, and the client's in their place. number: of the newest event."""
 
     seen: list[str] = field(default_factory=list)
     again: list[str] = field(default_factory=list)

@@ -86,8 +86,7 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.api_route("/health", methods=LOOK)
     async def health() -> Response:
-        """200 while a backend takes requests and the gateway does not end. One that is full is no fault: whoever asks
-        would end a gateway in the middle of its requests."""
+        """200 while a backend, free or full, takes requests and the gateway does not end."""
         up = [one.name for one in gateway.replicas if one.up()]
         fine = bool(up) and not gateway.draining
         return JSONResponse({"status": "ok" if fine else "unavailable", "backends": up}, 200 if fine else 503)
@@ -132,8 +131,7 @@ def _admin_views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/gateway/config")
     async def config() -> Any:
-        """The settings. Keys are not in them: settings name the variables that hold them. Of the environment of servers
-        the names alone, because a value may be a token."""
+        """The settings, which hold no keys; of a server's environment, where a value may be a token, the names."""
         settings = asdict(gateway.settings)
         for backend in settings["backends"]:
             backend["environment"] = sorted(backend["environment"])

@@ -35,8 +35,7 @@ CACHE, LIMITS = "answers.sqlite", "limits.sqlite"
 
 
 class Gateway:
-    """Everything that lasts longer than a request. folder: of its files. tell: called where a backend is drained (True)
-    or resumed, with its name."""
+    """What lasts longer than a request. folder: of its files. tell: called where a backend is drained or resumed."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         """Raises SettingsError: a file that is in the way."""

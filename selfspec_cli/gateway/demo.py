@@ -149,8 +149,7 @@ async def ask(
 
 
 def routes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What requests took that ended well, by model, route, and whether they are the baseline: medians of TIMES, sums of
-    SUMS; None where nothing was measured."""
+    """What good requests took, by model, route and `plain`: medians of TIMES, sums of SUMS, or None."""
     table = pandas.DataFrame(rows).astype(dict.fromkeys((*TIMES, *SUMS), float))
     ended = table[table["status"].eq(200) & table["route"].notna()]
     found = ended.groupby(["model", "route", "plain"]).agg(

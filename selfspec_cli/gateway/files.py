@@ -19,11 +19,9 @@ from selfspec_cli.gateway.settings import GatewaySettings, checked
 
 
 def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
-    """The gateway that a file describes, with overrides KEY=VALUE such as policy=fixed or limits.at_once=2.
-
-    name: a file, or the name of one in conf/gateway/ or ./conf/gateway/; None begins with the defaults. Raises
-    ConfigError: no such file, key or value; the message names it, what is allowed, and the nearest spelling.
-    """
+    """The gateway that a file describes, with overrides KEY=VALUE such as policy=fixed or limits.at_once=2. name: a
+    file, or the name of one in conf/gateway/ or ./conf/gateway/; None begins with the defaults. Raises ConfigError: no
+    such file, key or value."""
     keys = [column.name for column in fields(GatewaySettings)]
     content = {} if name is None else read_yaml(_file(name), keys)
     for word in overrides:

@@ -26,12 +26,9 @@ CREATE TABLE IF NOT EXISTS inside (
 
 
 class Meter:
-    """What keys with limits have used. path: a file that all processes of a gateway share, and that a restart does not
-    change. now: seconds of the wall clock.
-
-    requests, tokens: left of a minute's worth, which comes back as time goes; below 0 after an answer that was longer.
-    spent: money of the day of `at`, in UTC. inside: requests in the gateway, by process; one that was killed has none.
-    """
+    """What keys with limits have used. path: a file that all processes of a gateway share, and that a restart keeps.
+    now: seconds of the wall clock. requests, tokens: left of a minute's worth, which comes back as time goes; below 0
+    after a longer answer. spent: money of the day of `at`, in UTC. inside: requests in the gateway, by process."""
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         """Raises SettingsError for a file that cannot be used."""
@@ -87,8 +84,7 @@ class Meter:
             self._count(key, 1)
 
     def leave(self, limits: KeySettings, tokens: int, cost: float) -> None:
-        """A request of this key has ended. tokens: that it took, prompt included; cost: in money. Raises sqlite3.Error
-        where it cannot be written."""
+        """A request has ended. tokens: with its prompt's. cost: money. May raise sqlite3.Error."""
         if limited(limits):
             with self._changed(limits) as (key, used):
                 used["tokens"] -= tokens

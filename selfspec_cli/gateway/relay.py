@@ -43,9 +43,8 @@ class State(StrEnum):
 
 
 class Relay:
-    """tries: which backends were tried and which comes next. sure: least probability of an answer that is taken.
-    unsure: (backend, answer) of a cascade, which is sent if nobody else answers. answer: the client's side of a stream.
-    way: how the rest is asked for."""
+    """tries: backends that were tried, and the next. sure: least probability of an answer that is taken. unsure:
+    (backend, answer) of a cascade, sent if no other comes. answer: the client's side of a stream. way: to the rest."""
 
     def __init__(
         self, routing: Routing, upstream: Upstream, telemetry: Telemetry, out: Outcome, client: Client, choice: Choice
@@ -82,7 +81,11 @@ class Relay:
                     self.client.headers["x-selfspec-backend"] = replica.name
                     raise of_backend(error.status, error.raw, replica.name) from error
             except BackendFailed as error:
-                self._failed(replica, error)
+                self.out.tried.append(replica.name)
+                self.tries.failed(replica, error)
+                if self.state is State.sending:
+                    self.state = State.continuing
+                    self._broke_at = self._last_sent
 
     def _next(self) -> Replica | None:
         """The backend that is tried now; None to send the answer of which its backend was unsure."""
@@ -100,18 +103,10 @@ class Relay:
             self.sure = None  # nobody is left to ask: its answer is taken
         return replica
 
-    def _failed(self, replica: Replica, error: BackendFailed) -> None:
-        self.out.tried.append(replica.name)
-        self.tries.failed(replica, error)
-        if self.state is State.sending:
-            self.state = State.continuing
-            self._broke_at = self._last_sent
-
     # ---- one backend -------------------------------------------------------------------------------------------------
 
     async def _ask(self, replica: Replica) -> None:
-        """Have one backend answer, or send the rest. Raises BackendFailed where it sent nothing or broke off, and
-        Refused."""
+        """Have one backend answer, or send the rest. Raises Refused, and BackendFailed where it broke off."""
         path, body = self.request.endpoint, self.request.body
         if self.state is State.asking and self.request.stream:
             self.answer = ResponsesAnswer(self.request) if path == RESPONSES else Answer(self.request)
@@ -278,10 +273,8 @@ def answer_of(raw: bytes) -> dict[str, Any]:
 
 
 class Tries:
-    """The backends that one request has tried, whose fault the failures were, and which backend comes next.
-
-    failures: in order; whether they are the backends' fault shows when another one answers. last: of the choice.
-    """
+    """The backends that one request has tried, and which comes next. failures: in order; whether they are the backends'
+    fault shows when another one answers. last: of the choice."""
 
     def __init__(self, routing: Routing, telemetry: Telemetry, request: Request, choice: Choice) -> None:
         self.routing, self.telemetry, self.request = routing, telemetry, request
@@ -292,8 +285,7 @@ class Tries:
         self._rest = iter(range(ATTEMPTS))
 
     def another(self, any_one: bool) -> Replica | None:
-        """The next backend of the choice. any_one: after these, where all have failed, one whose breaker is open, which
-        may do better."""
+        """The choice's next backend. any_one: after these, if all have failed, also one whose breaker is open."""
         replica = next(self._order, None)
         if replica is not None or not any_one or self.request.backend or len(self.failures) >= ATTEMPTS:
             return replica

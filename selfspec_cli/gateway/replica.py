@@ -47,8 +47,7 @@ Counts = dict[str, float]
 
 
 def read(text: str) -> Counts:
-    """What a vLLM server says of itself at /metrics: the sum over its engines, of STATES the largest. What is no count
-    is left out."""
+    """What a vLLM server says at /metrics: sums over its engines, of STATES the largest; only counts."""
     found: Counts = {}
     for name, value in _LINE.findall(text):
         key, number = _NAMES[name], -1.0
@@ -62,11 +61,8 @@ def read(text: str) -> Counts:
 @dataclass(frozen=True)
 class Load:
     """The state of a server: requests, and what a round of drafting costs (work, in plain steps) and brings (tokens).
-
-    rounds: that `tokens` is a mean of. step: seconds that the server expects its next step to take; None where it does
-    not say, or does not draft at the moment, so that the step is no round.
-    known: whether it says anything at all. drafts: whether it can draft. caches: whether its prefix cache is used.
-    """
+    rounds: that `tokens` is a mean of. step: seconds that it expects its next step to take; None where it does not say,
+    or does not draft now. known: it says anything at all. drafts: it can draft. caches: it uses its prefix cache."""
 
     running: float = 0.0
     waiting: float = 0.0
@@ -105,9 +101,8 @@ def _more(before: Counts | None, now: Counts, name: str) -> float | None:
 @dataclass
 class Breaker:
     """When a backend that fails is left alone: by the share of failures over a window; then a few requests try it.
-
-    outcomes: (monotonic seconds, failed) of the window. open_until: 0 while it is closed. probing: requests that try.
-    """
+    outcomes: (monotonic seconds, failed) of the window. open_until: 0 while it is closed. probing: requests that
+    try."""
 
     now: Callable[[], float] = time.monotonic
     outcomes: deque[tuple[float, bool]] = field(default_factory=deque)
@@ -154,13 +149,10 @@ class State(StrEnum):
 
 @dataclass(eq=False)
 class Flight:
-    """A request at a backend.
-
-    before: tokens of its answer that other backends generated. own, ahead: tokens to prefill of it, and before it.
-    clock: the backend's when it began. began, first, last: seconds, when it was sent and when its first and its newest
-    events came. held: seconds since then in which the client had no room for more. sample: of the newest events,
-    seconds before them and the requests that ran.
-    """
+    """A request at a backend. before: tokens of its answer that other backends generated. own, ahead: tokens to prefill
+    of it, and before it. clock: the backend's when it began. began, first, last: seconds, when it was sent and when its
+    first and its newest events came. held: seconds since then in which the client had no room. sample: of the newest
+    events, seconds before them and the requests that ran."""
 
     replica: "Replica"
     answers: int
@@ -194,14 +186,11 @@ class Flight:
 
 @dataclass(eq=False)
 class Replica:
-    """A backend.
-
-    breaker: whether it fails too often. backoff_until: monotonic seconds, after an answer with Retry-After. draining:
-    it takes no new requests. neighbours: other backends of its host. usual: requests that were there at the newest ones
-    of the host, on average. per_event: tokens of an event of a stream; None before any answer was counted. clock:
-    seconds of the machine that one request got since the beginning, if it was there all the time: the time is shared by
-    all that are there.
-    """
+    """A backend. breaker: whether it fails too often. backoff_until: monotonic seconds, after an answer with
+    Retry-After. draining: it takes no new requests. neighbours: other backends of its host. usual: mean of the requests
+    there at the newest ones of the host. per_event: tokens of an event of a stream; None before any answer was counted.
+    clock: seconds of the machine that one request got that was always there: the time is shared by all that are
+    there."""
 
     settings: BackendSettings
     weights: str = ""
@@ -282,8 +271,7 @@ class Replica:
         return len(self.flights), self.begun
 
     def looked(self, before: tuple[int, int], counts: Counts) -> None:
-        """It has answered. Those that were sent meanwhile may be in what it says, as a busy server takes its time: they
-        are ours, and not others'."""
+        """It has answered. Requests sent meanwhile may be in what it says: they are ours, and not others'."""
         load = self.load = between(self.counts, counts, self.load)
         self.counts, self.in_flight_at_look = counts, before[0] + self.begun - before[1]
         if load.step is not None and load.running:
@@ -315,8 +303,7 @@ class Replica:
         return Prediction(first, token, first + token * max(0.0, request.expected_tokens - 1))
 
     def slows(self, request: Request) -> float:
-        """Seconds that the request would add to the others there, all together: they have half of it ahead of them, on
-        average."""
+        """Seconds that the request would add to all others there, which have half of it ahead of them on average."""
         alone, beside = self.timing.steps.value(self.running()), self.timing.steps.value(self.running() + 1)
         if alone is None or beside is None:
             return 0.0

@@ -55,10 +55,9 @@ FILE = "requests.jsonl"  # the log
 
 @dataclass
 class Request:
-    """A request. body: without what is meant for the gateway. prompt_tokens: an estimate from the characters, exact
-    for token ids. blocks: hashes of the prompt's beginnings, BLOCK characters further each. expected_tokens: of the
-    answer. session: what the client calls it, empty if it has none. deadline: monotonic seconds, of class batch. text:
-    what was asked, for hashes and logs."""
+    """A request. body: without what is meant for the gateway. prompt_tokens: estimated from the characters, exact for
+    token ids. blocks: hashes of the prompt's beginnings, BLOCK characters further each. expected_tokens: of the answer.
+    session: the client's name of it, or empty. deadline: monotonic seconds, of class batch. text: what was asked."""
 
     endpoint: str
     body: dict[str, Any]
@@ -214,12 +213,10 @@ def _measure(request: Request, content: Any) -> None:
 
 @dataclass
 class Outcome:
-    """What became of a request: a row of the log, and what is counted. Times in seconds; None: not measured.
-
-    route: backend, or `cache`. reason: why it was chosen. plain: the request is one of the ledger's baseline.
-    lost: seconds between the last token before a backend died and the first one after it. machine_s: its share of
-    the machine's time. tried: backends that failed before the one that answered.
-    """
+    """What became of a request: a row of the log, and what is counted. Times in seconds; None: not measured. route:
+    backend, or `cache`. reason: why it was chosen. plain: it is one of the ledger's baseline. lost: seconds between the
+    last token before a backend died and the first one after it. machine_s: its share of the machine's time. tried:
+    backends that failed."""
 
     request: Request
     policy: str = ""
@@ -280,8 +277,7 @@ def _count(value: Any, otherwise: int | None) -> int | None:
 
 
 class RequestLog:
-    """One JSON object a line, written by a thread, so that a slow disk delays no token. text: what was asked is in it,
-    and not its hash alone."""
+    """One JSON object a line, written by a thread, so that no token waits for a disk. text: what was asked is in it."""
 
     def __init__(self, file: Path, text: bool = False) -> None:
         self.file, self.text = file, text

@@ -1,5 +1,4 @@
-"""Which backends a request can go to, who chooses among them, what is learnt from its answer, and two queues: requests
-of class `batch` wait for a reason to go, and any request waits while all backends are full."""
+"""Which backends a request can go to, who chooses, what answers teach, and queues: of class `batch`, and for places."""
 
 import asyncio
 from collections import deque
@@ -24,8 +23,7 @@ DEADLINE_SECONDS = 60.0  # a request of that class that names no deadline waits 
 
 
 class Routing:
-    """replicas: in the order of the settings. routes: by tenant and id, what a request was and who answered it.
-    answer_tokens: mean length of answers, by endpoint and model."""
+    """replicas: as in the settings. routes: (request, backend) by tenant and id. answer_tokens: mean, by model."""
 
     def __init__(self, settings: GatewaySettings, replicas: Sequence[Replica]) -> None:
         self.replicas = list(replicas)
@@ -129,10 +127,8 @@ class Routing:
 
 class Batch:
     """Requests of class `batch` wait until a backend idles, enough of them are there, or their deadline comes.
-
-    candidates: backends that could take a request now. `look` lets requests go where a reason is there; it is called
-    when a request comes, when one ends, and when backends were looked at. The oldest deadline goes first.
-    """
+    candidates: backends that could take a request now. `look`, called when a request comes or ends and after looks at
+    backends, lets those go that have a reason, the oldest deadline first."""
 
     def __init__(self, candidates: Callable[[Request], list[Replica]]) -> None:
         self.candidates = candidates
@@ -173,11 +169,8 @@ class Batch:
 
 @dataclass
 class Places:
-    """Requests that wait for a place, fair by tenant.
-
-    free: backends that have room for a request now. waiting: by tenant; the one served last is last. `look` lets one
-    request go; it is called whenever a place may have become free.
-    """
+    """Requests that wait for a place, fair by tenant. free: backends with room for a request. waiting: by tenant; the
+    one served last is last. `look` lets one request go; it is called whenever a place may have become free."""
 
     free: Callable[[Request], object]
     waiting: dict[str, deque[tuple[Request, asyncio.Future[None]]]] = field(default_factory=dict)

@@ -1,5 +1,4 @@
-"""A gateway that serves: made of its settings, run by uvicorn with limits for the connections of clients, and ended
-without losing a request."""
+"""A gateway that serves: run by uvicorn with limits for connections of clients, and ended without losing a request."""
 
 import asyncio
 import ctypes
@@ -49,8 +48,7 @@ Say = Callable[[str], None]
 
 
 def most_connections() -> int:
-    """Clients at once for which there are file descriptors, two for each: its own and its backend's. The limit of this
-    process is raised as far as it may be."""
+    """Clients at once, at two file descriptors each, once the limit of this process is raised as far as may be."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
     files = WANTED_FILES if limit == resource.RLIM_INFINITY else limit
@@ -62,8 +60,7 @@ def most_connections() -> int:
 
 
 class Doors(HttpToolsProtocol):
-    """The connections of clients: uvicorn's protocol, with limits of how long a head may take, how large it may be, and
-    how many there may be. most: connections, set by the server."""
+    """Connections of clients: uvicorn's protocol with limits of a head's time and size, and of their number."""
 
     most = 1 << 30
     _head = 0  # bytes of the head that comes now
@@ -124,8 +121,7 @@ class Doors(HttpToolsProtocol):
 
 
 def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
-    """ASGI: the endpoints of models go to the gateway itself, everything else to the control surface. The key is looked
-    at before the body, and every answer has an x-request-id."""
+    """ASGI: models' endpoints go to the gateway, others to `control`; every answer has an x-request-id."""
     surface = control(gateway)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,9 +167,8 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
 
 
 def admitted(gateway: Gateway, scope: Scope) -> KeySettings:
-    """Who asks; nothing of the body has been read. Raises GatewayError: no key that may ask here (401, 403), a method
-    that is not allowed (405), or a control endpoint that another page asks in a browser, by its own origin or by a name
-    of its own for this host (403)."""
+    """Who asks, before the body is read. Raises GatewayError: no key that may ask here (401, 403), a method that is not
+    allowed (405), or a control endpoint asked by another page, by its origin or its own name of this host (403)."""
     path, method, headers = scope["path"], scope["method"], Headers(scope=scope)
     if path in OPEN_TO_ALL:
         return NOBODY
@@ -316,9 +311,8 @@ def at_hang_up(reload_settings: Callable[[], Awaitable[None]], say: Say) -> None
 
 
 def prepare_memory() -> None:
-    """Have the memory of long bodies go back to the system when it is free: by itself glibc takes ever larger blocks
-    from the heap, where one small block that lives on keeps all that is below it. What is there now stays: collections
-    need not look at it again while tokens wait."""
+    """Have the memory of long bodies go back to the system: by itself glibc takes ever larger blocks from the heap,
+    where one small block keeps all below it. What is there now stays: no collection looks at it while tokens wait."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(MAP_THRESHOLD, MAPPED_BYTES)
     gc.collect()
@@ -326,8 +320,7 @@ def prepare_memory() -> None:
 
 
 def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettings]) -> None:
-    """Run a gateway until a signal ends it. again: reads the settings anew, at SIGHUP. Raises ConfigError for what
-    cannot be had, such as the port."""
+    """Run a gateway until a signal ends it. again: reads the settings anew, at SIGHUP. May raise ConfigError."""
 
     async def run() -> None:
         gateway = Gateway(settings)

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -39,11 +38,8 @@ def replica(settings: BackendSettings) -> Replica:
 
 
 class Supervisor:
-    """Starts what has to be started, and looks after all backends.
-
-    folder: for the logs of servers. looked: called after each look. say: called with messages for people. starts:
-    whether servers are started here; otherwise another process does it.
-    """
+    """Starts what has to be started, and looks after all backends. folder: for the logs of servers. looked: called
+    after each look. say: called with messages for people. starts: whether servers are started here, or elsewhere."""
 
     def __init__(
         self, upstream: Upstream, folder: Path, looked: Callable[[], None], say: Callable[[str], None], starts: bool
@@ -59,8 +55,7 @@ class Supervisor:
         self._retired: dict[subprocess.Popen[bytes], asyncio.Task[None]] = {}
 
     async def take(self, replicas: Sequence[Replica]) -> None:
-        """Look after these backends from now on: start what is new, and end the servers of those that are gone
-        once the requests there have ended."""
+        """Look after these backends: start what is new, and end the servers of the others once no request is there."""
         gone = [replica for replica in self._tasks if replica not in replicas]
         self.replicas = list(replicas)
         for replica in gone:
@@ -118,7 +113,7 @@ class Supervisor:
             with suppress(BackendFailed, *NO_LIST):
                 await self._listed(replica)
                 return self.say(f"{replica.name}: answers at {replica.url}")
-        port = (urlsplit(replica.url).port if replica.url else None) or _free_port()
+        port = (urlsplit(replica.url).port if replica.url else None) or children.free_port()
         local = not replica.url or urlsplit(replica.url).hostname in ("127.0.0.1", "localhost")
         if kind.command is None or not local or (replica.url and not settings.words):
             return self.say(f"{replica.name}: nobody answers at {replica.url} yet")
@@ -235,9 +230,3 @@ class Supervisor:
     async def _read_metrics(self, replica: Replica) -> None:
         before = replica.look()
         replica.looked(before, read((await self.upstream.get(replica, "/metrics")).decode(errors="replace")))
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

@@ -23,11 +23,8 @@ NEW = 0.1  # least weight of a new time in the mean of its point of a curve
 
 
 class Line:
-    """Recursive least squares of y on x, with forgetting; coefficients are never used below 0.
-
-    start: variance of each coefficient before anything was seen, which it never exceeds later, in the squared unit of
-    y over that of its x.
-    """
+    """Recursive least squares of y on x, with forgetting; coefficients are never used below 0. start: variance of each
+    coefficient at first, and later at most, in the squared unit of y over that of its x."""
 
     def __init__(self, start: Sequence[float]) -> None:
         self.weights = np.zeros(len(start))
@@ -78,8 +75,7 @@ class Curve:
         self.most = 0.0  # requests with which a step was measured
 
     def learn(self, running: float, seconds: float) -> None:
-        """One time that was measured. A point that contradicts it (more requests in less time) is out of date, and
-        takes the new value."""
+        """One measured time. A point that contradicts it is out of date, and takes the new value."""
         place = round(2 * math.log2(max(running, 1.0)))
         point = self._points.setdefault(place, Point())
         point.learn(max(running, 1.0), seconds)
@@ -112,12 +108,9 @@ class Prediction:
 
 @dataclass
 class Timing:
-    """The times of one backend, in seconds, and the greatest rate of prefill that was seen, in tokens a second.
-
-    ttft: the time to the first token, as a line over (1, own tokens to prefill, tokens of other requests to prefill
-    before them). steps: the time of a plain step by the requests in it, while no other backend of its host is busy.
-    beside: how many times longer a step takes while another one is busy.
-    """
+    """The times of one backend, in seconds, and the greatest rate of prefill, in tokens a second. ttft: to the first
+    token, over (1, own tokens to prefill, those of requests before it). steps: of a plain step by the requests in it,
+    while the host's other backends idle. beside: how many times longer a step takes while another one is busy."""
 
     ttft: Line = field(default_factory=lambda: Line((1.0, 1e-4, 1e-4)))
     steps: Curve = field(default_factory=Curve)

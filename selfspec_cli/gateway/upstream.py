@@ -35,8 +35,7 @@ BATCH_PRIORITY = 10  # of vLLM: smaller goes first, and interactive requests hav
 
 
 class Cause(StrEnum):
-    """Whose fault a failure is. backend: the backend's. shared: the backend's if another one can answer the same
-    request, otherwise the request's. nobody: no breaker counts it."""
+    """Whose fault a failure is. shared: the request's unless another backend answers it. nobody: not counted."""
 
     backend = "backend"
     shared = "shared"
@@ -44,8 +43,7 @@ class Cause(StrEnum):
 
 
 class BackendFailed(Exception):
-    """A backend gave no answer: it was not reached, took too long, or answered with an error of its own. retry_after:
-    seconds for which it asks to be left alone."""
+    """A backend gave no answer, or an error of its own. retry_after: seconds for which it is to be left alone."""
 
     def __init__(self, message: str, status: int = 502, cause: Cause = Cause.shared, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -53,8 +51,7 @@ class BackendFailed(Exception):
 
 
 class Refused(Exception):
-    """A backend refused the request itself (HTTP 4xx): the client gets the error, unless a cascade holds
-    an unsure answer; the rest of a stream is then lost."""
+    """A backend refused the request itself (HTTP 4xx): the client gets that, or a cascade's unsure answer."""
 
     def __init__(self, status: int, raw: bytes) -> None:
         super().__init__(f"HTTP {status}")
@@ -124,8 +121,7 @@ class Upstream:
     async def _asked(
         self, method: str, url: str, headers: Mapping[str, str], data: bytes | None, seconds: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response whose head came in time; raises BackendFailed. What is left of it in the end is not wanted: its
-        connection is closed, and the backend stops."""
+        """A response whose head came in time; raises BackendFailed. If it is not read to its end, the backend stops."""
         try:
             async with asyncio.timeout(seconds):
                 response = await self._sent(method, url, headers, data)
@@ -176,8 +172,7 @@ class Upstream:
         raise BackendFailed(f"HTTP {status}", status if status in PASSED_ON else 502, cause, _seconds(later))
 
     async def part(self, response: aiohttp.ClientResponse, seconds: float) -> bytes:
-        """The next bytes of an answer, empty at its end. Raises BrokenStream where it breaks off, or nothing comes for
-        so many seconds."""
+        """The next bytes of an answer, empty at its end. Raises BrokenStream, also if none come in `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 return await response.content.readany()

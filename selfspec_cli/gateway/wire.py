@@ -12,8 +12,7 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 def loads(raw: bytes) -> Any:
-    """The value of a JSON document, with integers of any size. Raises ValueError where it is none, is nested too
-    deeply, or holds what is no Unicode text or no number."""
+    """The value of a JSON document. Raises ValueError, also for deep nesting, NaN, and what is no Unicode."""
     return from_json(raw, allow_inf_nan=False)
 
 
@@ -24,11 +23,9 @@ def dumps(value: Any) -> bytes:
 
 @dataclass(eq=False)
 class GatewayError(Exception):
-    """What a client is answered instead of an answer.
-
-    status: of HTTP. code: of the error, such as context_length_exceeded; None takes the status. headers: as well as the
-    usual ones. logged: what the log says, if the message may hold text of a prompt; None logs the message.
-    """
+    """What a client is answered instead of an answer. status: of HTTP. code: of the error; None takes the status.
+    headers: besides the usual ones. logged: what the log says, if the message may quote a prompt; None logs the
+    message."""
 
     message: str
     status: int

@@ -1,12 +1,11 @@
 """Several processes that answer at one port (`workers`), and the process above them.
 
 The process above starts backends and workers, and a worker anew that has ended. A worker gets settings and the names of
-drained backends by its standard input, a JSON object a line, and ends when that is closed. By its standard output it
-says where it listens, and which backend a client has drained.
+drained backends by stdin, a JSON object a line, and ends with it. By stdout it says where it listens and what was
+drained.
 
-The kernel spreads connections over the workers (SO_REUSEPORT). Limits of keys, the cache, the log and counts are shared
-by files. Each worker has queues, breakers, predictions and calls that equal requests share of its own, and its share of
-`at_once` of all and of each backend.
+The kernel spreads connections over the workers (SO_REUSEPORT). Limits of keys, cache, log and counts are shared by
+files. Queues, breakers, predictions and shared calls are each worker's own, and so is its share of `at_once`.
 """
 
 import asyncio

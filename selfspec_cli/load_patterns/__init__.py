@@ -74,9 +74,8 @@ def label(row: Any) -> str:
 
 
 def comparable(row: Any, *, without: tuple[str, ...] = ()) -> tuple[Any, ...]:
-    """Return the values in which two loads must agree to be compared. row: has `COLUMNS`, as attributes or as a
-    mapping. without: columns that an axis of a figure shows. A rate that follows from a share of saturation is left
-    out."""
+    """Return the values in which comparable loads agree; not a rate that follows from a share of saturation. row: has
+    `COLUMNS`, as attributes or as a mapping. without: columns that an axis of a figure shows."""
     get = row.get if isinstance(row, Mapping) else lambda name: getattr(row, name)
     left_out = {*without, *(["rate"] if get("load_share") is not None else [])}
     return tuple(get(name) for name in COLUMNS if name not in left_out)

@@ -8,11 +8,10 @@ from typing import Any
 class LoadPattern:
     """A pattern, without state: its methods get a load config (`LoadConfig`, with the settings of all patterns).
 
-    help: one line. settings: a dataclass of `knob`s, whose fields become settings `load.NAME`. columns: of a row,
-    that hold its settings (record/tables.py); a pattern without any is written in the column `arrivals`. rank: among
-    patterns whose settings are given, the highest rank is used: 0 a closed loop, 1 an open loop, 2 a variant of one of
-    these, 3 a trace. in_every_key: its settings are in the key of every load test, as in older results; False for a new
-    pattern.
+    help: one line. settings: a dataclass of `knob`s, the settings `load.NAME`. columns: of a row, that hold its
+    settings (record/tables.py); without any it is written in `arrivals`. rank: the highest of the patterns whose
+    settings are given is used: 0 a closed loop, 1 an open loop, 2 a variant of these, 3 a trace. in_every_key: its
+    settings are in the key of every load test, as in older results; False for a new pattern.
     """
 
     name: str

@@ -37,8 +37,7 @@ class PoissonSettings:
 
 
 def poisson(rate: float, seed: int, *, burst: int = 1) -> Iterator[float]:
-    """Yield arrival times of requests (seconds from the beginning, rising, without end): bursts of `burst` requests as
-    a Poisson process of `rate / burst` bursts a second, the first after a random time, too."""
+    """Yield arrival times (seconds, rising, without end): of bursts as a Poisson process of `rate / burst` a second."""
     draw = random.Random(f"arrivals {seed}")
     moment = 0.0
     while True:

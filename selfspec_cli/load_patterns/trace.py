@@ -29,8 +29,7 @@ class TraceSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """A request. at: seconds after the first request. input_len, output_len: tokens. blocks: ids of the blocks of the
-    prompt; empty if the trace has none."""
+    """A request. at: seconds after the first. input_len, output_len: tokens. blocks: ids of its prompt's, if any."""
 
     at: float
     input_len: int

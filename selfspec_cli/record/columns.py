@@ -114,8 +114,7 @@ class Loads:
 
 
 OTHERS, TAKEN = 0.1, 0.75
-"""Shares of the processor cores: what others may have while a point is timed, and what is taken by all together where
-that slows the point down. On a machine of which most is idle, others are in nobody's way."""
+"""Shares of the cores: what others may have while a point is timed, and what all have together where that slows it."""
 
 
 def disturbed(cpu_own: float | None, cpu_others: float | None) -> bool:

@@ -98,9 +98,8 @@ def now() -> str:
 
 
 def save(results: str | os.PathLike[str], point: Point) -> Path:
-    """Write a point, once and for all, and its line in the tables. When this returns the point is on disk. Raises
-    RecordError where it could not be written, or there is such a point already, and nothing of it is left; or where its
-    line could not, and the point is kept."""
+    """Write a point, once and for all, and its line in the tables; then it is on disk. Raises RecordError: it cannot be
+    written or is there already, and nothing of it is left; or its line cannot, and the point is kept."""
     target = Path(results) / RUNS / f"{point.id}.json"
     with explained(target):
         if target.exists():
@@ -132,8 +131,7 @@ def _sync(folder: Path) -> None:
 
 
 def read(results: str | os.PathLike[str], names: Collection[str] | None = None) -> tuple[list[Point], list[str]]:
-    """The points of a folder in the order in which they were measured, and at most one warning about other files.
-    names: only points of which the id or the key is one of these."""
+    """The points of a folder as they were measured, and at most one warning. names: ids or keys of those wanted."""
     points, strange = [], []
     for file in archive.files(Path(results) / RUNS, "[!.]*.json"):
         if names is not None and file.stem not in names and file.stem.partition("-")[0] not in names:
@@ -177,9 +175,8 @@ def in_order(points: list[Point]) -> list[Point]:
 
 
 def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> tuple[int, list[str]]:
-    """Make the tables again from the points, each at once or not at all; (points, warnings). out: a folder for the
-    tables, if not the results folder itself. Raises ConfigError where they would be written into an archive,
-    RecordError for a table that could not be written; it is as it was."""
+    """Make the tables again from the points, each at once or not at all; (points, warnings). out: another folder for
+    them. Raises ConfigError for one in an archive, RecordError for a table that cannot be written, and is as before."""
     place = Path(results if out is None else out)
     with explained(place):
         place.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
 """The log of a gateway's requests, and what each route gained over the baseline.
 
-Which requests are the baseline is drawn at random, so the two sides are alike. Compared are seconds and money for one
-token of the answer; the gain is the mean of the plain side over that of a route, with a 95 % interval by bootstrap
-(`statistics`). A gain above 1 is a win.
+Which requests are the baseline is drawn at random, so the two sides are alike. The gain is the plain side's mean of
+seconds or money a token over a route's, with a 95 % interval by bootstrap (`statistics`); above 1 it is a win.
 """
 
 from collections import deque
@@ -22,8 +21,7 @@ ASKED_FOR = "asked_for"  # the reason of a request whose client named the backen
 
 @dataclass(frozen=True)
 class Gain:
-    """One route's, of one model. gain: plain over routed; low, high: its interval; None where one side has fewer than
-    two requests, or a route cost nothing. of: seconds or money."""
+    """gain: plain over routed, in low..high; None without two requests on each side. of: seconds or money."""
 
     model: str
     route: str

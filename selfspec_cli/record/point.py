@@ -1,7 +1,6 @@
 """One measured point: everything that was measured, and what it takes to believe it. Written once, never changed.
 
-A point is a JSON file `results/runs/<id>.json`, a line a section. Rows, tables and figures are made from points
-(`tables.row`), never the other way round.
+A point is a JSON file `results/runs/<id>.json`, a line a section, of which rows, tables and figures are made.
 """
 
 import hashlib
@@ -76,12 +75,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Point:
-    """A point. Sections that do not apply are None or empty: a failed point has no measurement, a baseline is compared
-    with nothing. id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
-    start_seconds: that starting its engine took, without a process's first import of vLLM. arm: what was measured, by
-    the names of a row's columns. figures: of a point whose raw values were not kept, the columns that were, and its
-    drafting summary. arm_key: `Keys.arm`; None in older files. quality: what is known of the arm (`Book.columns`),
-    which is found later and no part of the file."""
+    """A point. Sections that do not apply are None or empty: a failed point has no measurement. id: `<key>-<run_id>`.
+    number: its place in its command. seconds: that measuring took; start_seconds: that starting its engine took,
+    without a process's first import of vLLM. arm: what was measured, by a row's columns. figures: of a point without
+    raw values, the columns that were kept, and its drafting summary. arm_key: `Keys.arm`; None in older files. quality:
+    what is known of the arm (`Book.columns`), found later and no part of the file."""
 
     id: str
     key: str
@@ -151,8 +149,7 @@ def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool
 
 
 def control(point: Point) -> tuple[int, int] | None:
-    """(equal, compared) outputs of a baseline that was asked again: in another batch order or, of a load test, by other
-    runs. None where it was not."""
+    """(equal, compared) outputs of a baseline asked again, in another order or by other runs; None if it was not."""
     answered, unlike = sum(map(bool, point.outputs)), point.engine.get("unlike_answers")
     same = point.engine.get(AS_ITSELF) if unlike is None else answered - unlike
     return None if same is None or not answered else (same, answered)

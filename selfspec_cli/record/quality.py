@@ -1,10 +1,9 @@
 """What was found about an arm besides its points: the quality of its output, and where its time went.
 
-One finding (a perplexity, an evaluation), one file `results/quality/<kind>-<arm key>-<run>.json`. The newest findings
-of an arm (`Keys.arm`) are columns of every row that was measured of it. A verdict of `selfspec verify` is a file
-`verify/<key>-<run>.json`, and names an arm or the key of one point. A profile of `selfspec profile` is a file
-`profiles/<run key>-<run>.json`, with the trace beside it, and the newest of a run key is in a figure of the page. A
-profiled run is slower than a measured one, so it is no point.
+One finding (a perplexity, an evaluation), one file `results/quality/<kind>-<arm key>-<run>.json`; the newest of an arm
+(`Keys.arm`) are columns of all its rows. A verdict of `selfspec verify` is a file `verify/<key>-<run>.json`, and names
+an arm or the key of one point. A profile of `selfspec profile` is a file `profiles/<run key>-<run>.json`, with its
+trace; the newest of a run key is in a figure of the page. A profiled run is slower, so it is no point.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Scores:
-    """Documents, or continuations of prompts, under one distribution. nats: negative log-likelihoods, one a document.
-    tokens: how many were scored of each."""
+    """nats, tokens: negative log-likelihood and scored tokens of each document, or continuation of a prompt."""
 
     nats: list[float]
     tokens: list[int]
@@ -188,13 +186,10 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of one arm went.
-
-    arm: columns that name it. seconds: of each part (PARTS), those without any left out. wall: seconds of the run, the
-    sum of all parts. rounds: full passes. tokens: generated. tok_s: without the profiler; tok_s_profiled: with it.
-    kernels: slowest first, each with name, seconds and calls. gpu: whether kernels of a GPU are what was counted.
-    trace: name of the file beside this one.
-    """
+    """Where the time of one arm went. arm: columns that name it. seconds: of each part (PARTS) that took any. wall:
+    seconds of the run, the sum of all parts. rounds: full passes. tokens: generated. tok_s: without the profiler;
+    tok_s_profiled: with it. kernels: slowest first, each with name, seconds and calls. gpu: whether kernels of a GPU
+    were counted. trace: name of the file beside this one."""
 
     key: str
     run_id: str

@@ -2,9 +2,8 @@
 
 Latencies are by the definitions of vLLM's own benchmark (`vllm bench serve`): TTFT is the time from a request's arrival
 to its first output; end-to-end time the time to its last; TPOT is (end-to-end time - TTFT) / (output tokens - 1), one
-value a request; ITL is the time between two successive outputs, one value for each output but the first. An output may
-hold several tokens where drafts were accepted, so ITL is longer than TPOT there. Of a request of one token there is no
-TPOT and no ITL.
+value a request; ITL is the time between two successive outputs. An output may hold several tokens where drafts were
+accepted, so ITL is longer than TPOT there. A request of one token has neither.
 
 Intervals are by bootstrap: percentile intervals, not BCa, whose acceleration is a jackknife's, under which the median
 of three to five repeats takes two or three values. With so few repeats an interval reaches about from the slowest to
@@ -84,8 +83,7 @@ def summary(requests: Iterable[RequestTimes]) -> dict[str, float]:
 def goodput(
     requests: Iterable[RequestTimes], seconds: float, ttft_limit: float | None = None, tpot_limit: float | None = None
 ) -> float:
-    """Requests a second within both limits (milliseconds), as `vllm bench serve --goodput` counts them. A request of
-    one token has no TPOT, and keeps any limit of it."""
+    """Requests a second within both limits (ms), as of `vllm bench serve --goodput`; one token keeps any TPOT limit."""
 
     def kept(request: RequestTimes) -> bool:
         pairs = ((ttft_limit, ttft(request)), (tpot_limit, tpot(request)))
@@ -120,14 +118,10 @@ Request = tuple[str, RequestTimes, Sequence[int]]
 
 
 def by_category(runs: Sequence[Sequence[Request]]) -> dict[str, dict[str, Any]]:
-    """Figures of each category, by name, and of ALL requests.
-
-    Returns:
-        requests: of all runs. tok_s: tokens a second of a request, one value a run (tokens of all requests over the
-        sum of their times). Medians and percentiles of latency in milliseconds (`summary`). Where the tokens of
-        outputs are known: steps after the first output, and accepted_at, how many of them kept at least 1, 2, ...
-        drafts.
-    """
+    """Figures of each category, by name, and of ALL requests. requests: of all runs. tok_s: tokens a second of a
+    request, one value a run (tokens of all requests over the sum of their times). Medians and percentiles of latency in
+    milliseconds (`summary`). Where the tokens of outputs are known: steps after the first output, and accepted_at, how
+    many of them kept at least 1, 2, ... drafts."""
     names = sorted({category for run in runs for category, _, _ in run})
     found = {}
     for name in [*names, ALL]:

@@ -111,8 +111,7 @@ def accept_row(point: Point) -> AcceptRow | None:
 
 
 def drafting(point: Point) -> tuple[VerifyCounts | None, int | None]:
-    """vLLM's counters over all repeats, and the tokens drafted: the draft loop's own count, or the places verified of a
-    drafter that keeps none (vLLM's own, which drafts what it verifies)."""
+    """vLLM's counters over all repeats, and tokens drafted: the draft loop's own count, or else the places verified."""
     verified = VerifyCounts.total(repeat.verified for repeat in point.repeats)
     if verified is None:
         return None, None
@@ -213,12 +212,10 @@ def asked(row: Record) -> str:
 
 
 def category_rows(points: Iterable[Point]) -> Iterator[dict[str, Any]]:
-    """Every category of every point that has some, as a row.
-
-    point: its id. category, requests, tpot_ms. tok_s: median of the runs. speedup, low, high: over the baseline's
-    tok_s of the same category, with the 95 % interval; None without a baseline among the points. tok_step: tokens that
-    a step yields. accepted: share of the steps that kept the first draft, the first two, ...
-    """
+    """Every category of every point that has some, as a row. point: its id. category, requests, tpot_ms. tok_s: median
+    of the runs. speedup, low, high: over the baseline's tok_s of the same category, with the 95 % interval; None
+    without a baseline. tok_step: tokens that a step yields. accepted: share of steps that kept the first draft, the
+    first two, ..."""
     by_id = {point.id: point for point in points}
     for point in by_id.values():
         base = by_id.get(point.compared_with.baseline) if point.compared_with is not None else None

@@ -1,5 +1,4 @@
-"""Two sets of points side by side, and as text: arms that both measured, what differs between their configurations, and
-whether the difference in speed is more than noise."""
+"""Two sets of points side by side: arms of both, what differs, and whether speeds differ by more than noise."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -82,8 +81,7 @@ class Comparison:
 
 
 def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
-    """The points that a word names: of a folder, or those of `results` with this git revision, machine, run or id;
-    and warnings. Raises ConfigError where it names none."""
+    """The points of a folder, or of `results` by revision, machine, run or id; and warnings. Raises ConfigError."""
     if archive.is_folder(Path(word)):
         points, warnings = _all(Path(word))
         if points:
@@ -115,8 +113,7 @@ def _all(root: Path) -> tuple[list[Point], list[str]]:
 
 
 def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = ()) -> Comparison:
-    """Compare the points that two words name, see `resolve`. where: conditions that rows must meet. Raises ConfigError
-    where a word names nothing, or both have no arm in common."""
+    """Compare the points of two words (`resolve`) whose rows meet `where`; raises ConfigError for no common arm."""
     sides, warnings = [], []
     for word in words:
         points, doubts = resolve(word, results)

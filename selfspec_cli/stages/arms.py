@@ -61,8 +61,7 @@ def each(
     do: Callable[[Any, Planned], None],
     progress: Progress,
 ) -> list[Failure]:
-    """Call `do(engine, arm)` for every arm, on engines that neighbours share; what fails is written down, and the rest
-    goes on, on a fresh engine unless it was bad input."""
+    """Call `do(engine, arm)` for each arm, on engines that neighbours share; what fails is returned at the end."""
     failed: list[Failure] = []
     waiting = list(arms)
     while waiting:

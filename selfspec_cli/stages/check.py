@@ -1,8 +1,7 @@
 """Performance checks (`selfspec check`): is the speed still what a file of experiments/checks/ asks for?
 
-A value is that of all repeats of all runs, with its 95 % interval (`record.statistics`). It is green where the whole
-interval reaches the limit, red where none of it does, and else not measurable: it is measured again, up to `runs`
-times.
+A value is of all repeats of all runs, with its 95 % interval (`record.statistics`). It is green where the whole
+interval reaches the limit, red where none of it does, and else measured again, up to `runs` times.
 """
 
 import hashlib
@@ -71,8 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CheckFile:
-    """A whole file. runs: of one point, at most, before it counts as not measurable. served: the arms are servers,
-    asked over HTTP. digest: of the file's content."""
+    """A file. runs: of a point, at most. served: the arms are servers, asked over HTTP. digest: of the content."""
 
     name: str
     title: str
@@ -284,7 +282,6 @@ def place(device: str) -> dict[str, Any]:
 
 def keep(results: str | os.PathLike[str], line: dict[str, Any]) -> Path:
     """Add a line, whole or not at all. Raises RecordError: it could not be written."""
-    archive.refuse(results)
     path = Path(results) / HISTORY
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)

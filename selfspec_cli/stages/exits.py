@@ -52,8 +52,7 @@ def name_of(cfg: RunConfig) -> str:
 
 
 def exit_name(cfg: RunConfig) -> str:
-    """The head and every draft option that is not the default, as a part of a file's name. A path is a digest of
-    itself, and a vocabulary list a digest of its contents."""
+    """Head and draft options other than the defaults, for a file's name; digests of paths and of vocabulary lists."""
     parts = [head_spec(cfg.head, cfg.layer).name]
     if cfg.head.path is not None:
         parts.append(_digest_of_path(cfg.head.path))

@@ -57,8 +57,7 @@ class FitResult:
 def run(
     cfg: RunConfig, request: Request, *, open_engine: OpenEngine = open_engine, progress: Progress = ignore
 ) -> FitResult:
-    """Fit heads on an engine of its own. Raises ConfigError, SettingsError, FitError: what is asked for is not there,
-    or no fit can use the data."""
+    """Fit heads on an engine of its own. Raises ConfigError, SettingsError, FitError."""
     check(cfg, request)
     corpus = corpora.load(request.corpus)
     start = time.perf_counter()

@@ -1,7 +1,6 @@
 """pass@1 of HumanEval: answers are run with the tests of their tasks, each in a process of its own with limits.
 
-The limits keep a wrong answer from taking the machine's time, memory or disk. They are no sandbox: the code has this
-user's rights, files to read and network.
+Limits are of time, memory and disk. They are no sandbox: the code has this user's rights, files to read and network.
 """
 
 import re
@@ -55,8 +54,7 @@ def scored(cfg: RunConfig, answers: Sequence[str]) -> list[int]:
 
 
 def program(task: dict[str, Any], answer: str) -> str:
-    """The source that runs to its end if an answer passes the tests of its task. The answer is a chat's, with the code
-    in a block, or goes on where the task's prompt ends."""
+    """The source that runs to its end if an answer, a chat's code block or a continuation, passes its task's tests."""
     name, prompt = task["entry_point"], task["prompt"]
     block = _BLOCK.search(answer)
     code = prompt + _BEHIND.split(answer)[0] if block is None else block[1]

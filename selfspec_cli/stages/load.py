@@ -122,9 +122,8 @@ class Loader:
         progress: Progress = ignore,
         decided: Callable[[Sequence[Run]], bool] = lambda runs: False,
     ) -> Measurement:
-        """One arm at one load: warm-up, then every run, until the runs say enough (`decided`). A run that is cut short
-        is kept. Raises ConfigError: no prompts; ClientsError: no request ended well; ServerError: the server ended;
-        KeyboardInterrupt: before any request had ended."""
+        """One arm at one load: warm-up, then runs until they say enough (`decided`); one that is cut short is kept.
+        Raises ConfigError: no prompts; ClientsError: no good request; ServerError: it ended; KeyboardInterrupt."""
         began = time.perf_counter()
         self._points += 1
         place = self.folder / f"{self._points:03d}"
@@ -163,8 +162,7 @@ class Loader:
     def _with_rate(
         self, cfg: RunConfig, server: Server, prompts: Prompts, place: Path, progress: Progress
     ) -> tuple[RunConfig, dict[str, Any]]:
-        """The config with its rate in requests a second, where it is a share of what the baseline completes; the first
-        arm that asks, which is the baseline, is the one that is measured for it."""
+        """The config with its rate in requests/s; a share is of what the first arm, the baseline, completes."""
         load = cfg.load
         if load.share is None:
             return cfg, {}
@@ -181,8 +179,7 @@ class Loader:
 
 
 def job_of(cfg: RunConfig, server: Server, prompts: Prompts, number: int = 0) -> Job:
-    """The requests of one run. Every run of every arm sends the same prompts in the same order; each run of an arm has
-    arrivals of its own, and run n of all arms the same ones."""
+    """The requests of one run: the same prompts in the same order; arrivals differ by run, and not by arm."""
     load = cfg.load
     seconds = None if load.requests is not None else load.seconds
     base = _closed(cfg, server, prompts, load.clients, load.requests)
@@ -418,9 +415,8 @@ class Search:
     served: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
-        """Search the number of clients or the rate, whichever the config has, from its value on; what was measured at
-        the greatest load that keeps the limits (at the least tried, where none does). Without limits a config is
-        measured as it is."""
+        """Search the number of clients or the rate, from the config's value on; the measurement at the greatest load
+        that keeps the limits (the least tried, where none does). Without limits a config is measured as it is."""
         if cfg.load.slo is None:
             return self.loader(cfg, server, progress)
         limits, whole = parse(cfg.load.slo.split()), cfg.load.clients is not None

@@ -218,8 +218,7 @@ def perplexity(engine: Engine, cfg: RunConfig) -> float | None:
 
 
 def as_itself(engine: Engine, cfg: RunConfig, requests: Sequence[Turn], outputs: Sequence[str]) -> int:
-    """Ask everything once more, the last question first: the control for how many of an arm's outputs are the
-    baseline's. Return how many are as before. outputs: as digests."""
+    """Ask everything again, the last question first; how many outputs (digests) are as before: the arms' control."""
     first = [place for place, request in enumerate(requests) if not callable(request)]
     questions = [range(begin, end) for begin, end in pairwise([*first, len(requests)])]
     order = [place for question in reversed(questions) for place in question]

@@ -1,8 +1,7 @@
 """What a sweep will do, before it does it: which points share an engine, which are finished, how long it may take.
 
-A family is one model on one engine setting. Its baselines are measured first, on one engine; then every group of
-points that differ only in gate, threshold or workload runs on one engine more. So `gate=varH tau_v=4,5,6` opens two
-engines: the baseline's and the candidates'.
+A family is one model on one engine setting. Its baselines are measured first, on one engine; then every group of points
+that differ only in gate, threshold or workload on one more: `gate=varH tau_v=4,5,6` opens two engines.
 """
 
 import statistics
@@ -81,10 +80,9 @@ def plan(
     reuse_baseline: bool = False,
     retry_failed: bool = False,
 ) -> Plan:
-    """Group points by the engine they can share. known: points of the folder; those that are measured are skipped,
-    unless `again`, and comparable ones say how long others may take. A baseline is measured again for points that are
-    not finished, because machines drift; reuse_baseline: take the newest measured baseline with the right key, if any.
-    retry_failed: only points that no command could measure yet."""
+    """Group points by the engine they can share. known: points of the folder; measured ones are skipped, unless
+    `again`, and comparable ones say how long others may take. A baseline is measured again, because machines drift;
+    reuse_baseline: take the newest with the right key. retry_failed: only points that no command could measure yet."""
     keys = Keys()
     measured = {point.key: point for point in known if point.ok}
     failed = {point.key for point in known} - measured.keys()
@@ -121,8 +119,7 @@ def plan(
 
 
 def expected_seconds(engines: Sequence[Sequence[Planned]], known: Sequence[Point]) -> float | None:
-    """Seconds that points on these engines may take, by medians of the comparable points that are known and of their
-    engines' starts. None where a point has no comparable one."""
+    """Seconds that points on these engines may take, by medians of comparable ones and of starts; None without them."""
     times: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for point in known:
         if point.ok and point.seconds is not None and point.start_seconds is not None:

@@ -1,5 +1,4 @@
-"""What is refused before an engine starts: a model that is not there or lacks a file, an exit it has not, a head not
-fitted, requests that do not fit, a results folder that cannot be written."""
+"""What is refused before an engine starts: a missing model, file, exit or head, requests too long, a folder."""
 
 import os
 import shutil
@@ -44,15 +43,8 @@ TOKENIZERS = ("*token*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.ti
 """Patterns of file names, one of which a model's folder has if it has weights, or a tokenizer."""
 
 
-def check_all(cfgs: Iterable[RunConfig]) -> None:
-    """`check` every point of a command."""
-    for cfg in cfgs:
-        check(cfg)
-
-
 def check(cfg: RunConfig, *, served: bool = False) -> None:
-    """Refuse a point that could not run; raises ConfigError, HeadError. Of a model on the Hub only the cache is looked
-    at. served: for a server, to which the workload does not matter."""
+    """Refuse (ConfigError, HeadError) a point that could not run, without network. served: whatever its workload."""
     check_model(cfg)
     check_prompts(cfg)
     check_files(cfg)

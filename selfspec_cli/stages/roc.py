@@ -1,7 +1,6 @@
 """Which gate to trust: draft without one, log every statistic and every verdict, then ask what each gate was worth.
 
-The log's requests are dealt into two halves. Every threshold is chosen on one; areas and expected speedups are of the
-other.
+Thresholds are chosen on one half of the log's requests; areas and expected speedups are of the other.
 """
 
 import json
@@ -97,8 +96,7 @@ def run(
     progress: Progress = ignore,
 ) -> RocResult:
     """Record and judge every exit of `cfgs` (they differ in layer, head or vocabulary), one engine each; write files.
-    longest: tokens a draft. prompts: requests recorded; half of them choose, half of them judge. Raises ConfigError:
-    fewer than two prompts, or nothing was drafted."""
+    longest: tokens a draft. prompts: requests recorded. Raises ConfigError: fewer than two, or nothing was drafted."""
     if prompts < 2:
         raise ConfigError(f"prompts={prompts}: must be at least 2, one half chooses and the other judges")
     plan = exits.distinct(cfgs, longest)

@@ -145,8 +145,7 @@ def run_unit(
     keep: Callable[[Point], Any],
     ends: float | None,
 ) -> None:
-    """Measure configs and their baselines; `keep` takes each point. keys: by the key that this machine gives a point,
-    the one that it is recorded under. ends: as `run` takes it."""
+    """Measure configs and baselines; `keep` takes each point. keys: this machine's -> recorded. ends: as for `run`."""
 
     def renamed(one: Planned) -> Planned:
         return replace(one, key=keys.get(one.key, one.key), baseline=keys.get(one.baseline, one.baseline))

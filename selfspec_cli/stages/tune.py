@@ -206,8 +206,7 @@ def _surveyed(cfg: RunConfig, file: Path, open_engine: OpenEngine, budget: Budge
 def _raced(
     surveyed: Sequence[Exit], open_engine: OpenEngine, budget: Budget, progress: Progress
 ) -> list[tuple[RunConfig, dict[str, Any]]]:
-    """The best settings of the exits that look promising, each with what was measured: of the best exit at least a
-    repeat of each, of another one only if there is time."""
+    """The best settings of promising exits, with what was measured; a second exit races only if there is time."""
     chosen = promising(surveyed)
     finalists = []
     for number, exit_ in enumerate(chosen):

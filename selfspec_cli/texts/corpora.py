@@ -50,8 +50,7 @@ class Corpus:
     def windows(
         self, part: str, encode: Encode, vocab_size: int, length: int, count: int, seed: int
     ) -> list[list[int]]:
-        """Draw `count` windows of `length` token ids from part "fitting" or "held_out"; equal seeds give equal windows.
-        Raises ConfigError where the text is too short."""
+        """Draw `count` windows of `length` token ids from "fitting" or "held_out" by `seed`; may raise ConfigError."""
         if self.is_random:
             draw = random.Random(f"{part} {seed}")
             return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
@@ -74,8 +73,7 @@ class Corpus:
 
 
 def load(source: str) -> Corpus:
-    """Return the corpus that `source` names; the docstring of this file has the forms. Raises ConfigError where
-    there is no such file, or too little text in it."""
+    """Return the corpus that `source` names in a form of this file's docstring. Raises ConfigError for too little."""
     if source == "stdlib":
         return Corpus("standard library, held-out modules excluded", library.fitting_text(), library.held_out_text())
     if source == "random":
@@ -90,9 +88,8 @@ def load(source: str) -> Corpus:
 
 
 def documents(source: str, most: int, *, held_out: bool = False) -> Texts:
-    """Return (name, text) of at most `most` documents to score: modules of the held-out standard library, rows of a
-    table, or blocks of a plain text. held_out: only blocks that no fit on this corpus reads. Raises ConfigError as
-    `load`, and for random token ids, which are no text."""
+    """Return (name, text) of at most `most` documents to score: held-out modules, rows of a table, or blocks of plain
+    text. held_out: only blocks that no fit on this corpus reads. Raises ConfigError, also for random token ids."""
     if source == "random":
         raise ConfigError("corpus=random: random token ids are no text, and their perplexity says nothing")
     if source == "stdlib":

@@ -45,8 +45,7 @@ def held_out_text() -> list[tuple[str, str]]:
 
 
 def prose_text() -> list[tuple[str, str]]:
-    """Return (topic, text) of the reference documentation that comes with this Python, by topic. It is English, of
-    which a model of code knows little. No head is fitted on it either."""
+    """Return (topic, text) of Python's reference documentation: English, on which no head is fitted either."""
     from pydoc_data.topics import topics
 
     return sorted(topics.items())
@@ -150,9 +149,8 @@ def leading_tokens(encode: Callable[[str], list[int]], text: str, most: int, sta
 def rolling(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """Yield (start, scored, end) of windows of at most `window` tokens over a document of `length` tokens. Tokens
     scored..end-1 are predicted from start..scored-1 and those before them. The first window scores all its tokens but
-    the document's first, each later one the next `stride` tokens, so every token has at least `window - stride` tokens
-    of context, or all that exist. `stride = window - 1` is the rolling log-likelihood of lm-evaluation-harness. Raises
-    ValueError for a stride that is not in 1..window-1."""
+    the document's first, each later one the next `stride`; so every token has at least `window - stride` tokens of
+    context, or all. `stride = window - 1` is lm-evaluation-harness's rolling log-likelihood. May raise ValueError."""
     if not 1 <= stride < window:
         raise ValueError(
             f"stride={stride}: it must be from 1 to window - 1 = {window - 1}, so that every scored token "

@@ -1,12 +1,10 @@
 """Prompts from the rows of a file: ShareGPT, Spec-Bench, SPEED-Bench, MT-Bench, GSM8K, HumanEval, BFCL, or own JSONL.
 
-A row's prompt is its user's first turn; of `turns` the later ones are kept. Rows of chats (`turns`, `conversations`,
-`messages`) and tasks of GSM8K, HumanEval and BFCL go through the model's chat template, if it has one; rows of text are
-used unchanged.
+A row's prompt is its user's first turn; of `turns` the later ones are kept. Chats (`turns`, `conversations`,
+`messages`) and tasks of GSM8K, HumanEval and BFCL go through the model's chat template, if any; text is unchanged.
 
 BFCL's question files (package bfcl-eval) are JSON lines with `id`, `question` (turns, each a list of messages) and
-`function` (schemas of functions that the model may call). Rows of multi_turn name classes instead, whose functions are
-in a folder `multi_turn_func_doc` in the folder of the file.
+`function` (schemas of functions to call). Rows of multi_turn name classes instead, of ./multi_turn_func_doc.
 """
 
 import gzip
@@ -99,9 +97,8 @@ def drawn(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
 def encoded(
     prompts: Iterable[Prompt], encode: Callable[[str], list[int]], chat: Callable[..., list[int]] | None, most: int
 ) -> list[list[int]]:
-    """Return the token ids of each prompt, cut to its first `most` tokens. The question of a chat is cut instead of its
-    end, because the end of the template must stay. Functions that do not fit are left out before. chat: puts a question
-    into the model's template; None for a model without one."""
+    """Return the token ids of each prompt, cut to `most` tokens. Of a chat first functions are left out, then the
+    question is cut: the template's end must stay. chat: puts a question into the model's template; None without one."""
 
     def ids_of(prompt: Prompt) -> list[int]:
         return encode(prompt.words) if not prompt.chat or chat is None else prompt.put_into(chat)(prompt.text)

@@ -49,9 +49,8 @@ class Tokens:
         self, question: str | Sequence[str], tools: Sequence[Mapping[str, Any]] = (), system: str = ""
     ) -> list[int]:
         """The token ids of a user's question, or of what user and model said in turn, by the model's chat template;
-        raises ConfigError where it has none. tools: functions that the model may call; in words in the system message
-        if the template passes over them. system: the system message; a template that refuses one has it before the
-        question."""
+        raises ConfigError without one. tools: functions to call, in words in the system message if the template passes
+        over them. system: its message, which is before the question if the template refuses one."""
         if not self.has_template:
             raise ConfigError(questions.no_template(self.cfg.model.name))
         said = [question] if isinstance(question, str) else question
@@ -82,9 +81,8 @@ class Tokens:
 
 
 def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
-    """Draw `num_prompts` prompts of `input_len` token ids by `cfg.seed`. Chat prompts and prompts from a file have at
-    most `input_len`; a shorter file gives all its prompts. Raises ConfigError where the model has no room or no chat
-    template for them, or the text is too short."""
+    """Draw `num_prompts` prompts of `input_len` token ids by `cfg.seed`; chat prompts and prompts from a file may be
+    shorter, and a file may have fewer. Raises ConfigError: no room, no chat template, or too little text."""
     check_length(cfg, engine)
     work = cfg.workload
     if work.prompts == "random":
@@ -125,9 +123,8 @@ def check_length(cfg: RunConfig, engine: Tokens) -> None:
 
 
 def workload_turns(cfg: RunConfig, engine: Tokens) -> tuple[list[Turn], list[str]]:
-    """Return the requests of `workload_prompts`, each followed by the later turns of its question, and the category of
-    each request (no list if the file names no categories); raises ConfigError. A later turn may be as long as the model
-    allows; a longer one loses its beginning."""
+    """Return the requests of `workload_prompts`, each followed by its question's later turns, and each one's category
+    (none without any); raises ConfigError. A later turn that is too long for the model loses its beginning."""
     first: list[Turn] = [*workload_prompts(cfg, engine)]
     if not prompt_files.is_prompt_file(cfg.workload.prompts):
         return first, []

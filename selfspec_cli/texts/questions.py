@@ -50,9 +50,8 @@ def no_template(name: str) -> str:
 
 
 def asked(kind: str, count: int, seed: int, chat: Callable[[str], list[int]], most: int) -> list[list[int]]:
-    """Return the token ids of `count` prompts of a kind of KINDS. chat: puts a question into the model's template and
-    returns its token ids. most: length to which prompts about files are filled up, in tokens; other prompts keep their
-    length."""
+    """Return the token ids of `count` prompts of a kind of KINDS. chat: puts a question into the model's template ->
+    token ids. most: tokens up to which prompts about files are filled; other prompts keep their length."""
     if kind != "files":
         return [chat(question) for question in chosen(count, seed, kind)]
     whole = "\n".join(f"# ---- {name}\n{text}" for name, text in library.held_out_text())

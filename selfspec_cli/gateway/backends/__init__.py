@@ -1,5 +1,4 @@
-"""Kinds of backends by name: each file of this folder has one object `BACKEND`; packages add theirs by an entry point
-of the group `selfspec.gateway_backends`."""
+"""Kinds of backends: each file here has one `BACKEND`, and packages add entry points of `selfspec.gateway_backends`."""
 
 from selfspec_cli.early_exit.registry import Registry
 from selfspec_cli.gateway.backends.base import BackendKind

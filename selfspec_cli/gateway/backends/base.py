@@ -39,13 +39,10 @@ def check_use(settings: BackendSettings, *used: str) -> None:
 
 @dataclass(frozen=True)
 class BackendKind:
-    """An object of the registry.
-
-    check: raises ConfigError for settings that it cannot begin with. command: the words that start its server on a port
-    of this machine; None where nothing is started. vllm: whether it answers as vLLM does: token ids, priorities,
-    /metrics, `vllm_xargs`. changes_weights: its answers are not those of the unchanged model. before: what is done
-    before a request is sent there, (client, backend, path, body) -> body; None where nothing is.
-    """
+    """An object of the registry. check: raises ConfigError for settings that it cannot begin with. command: the words
+    that start its server on a port of this machine; None where nothing is started. vllm: it answers as vLLM does: token
+    ids, priorities, /metrics, `vllm_xargs`. changes_weights: its answers are not those of the unchanged model. before:
+    (client, backend, path, body) -> body, before a request is sent there."""
 
     name: str
     help: str

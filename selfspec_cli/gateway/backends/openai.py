@@ -1,7 +1,6 @@
 """Any address with the OpenAI API, with a price and a key from the environment; it need not be vLLM.
 
-An address with another path than /v1 is taken as it is (https://HOST/openai/deployments/NAME?api-version=1). One
-without /v1/models can be used where `model` is named.
+One with another path than /v1 is taken as it is; one without /v1/models can be used where `model` is named.
 """
 
 from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address

@@ -1,8 +1,7 @@
 """Replicas of one kind behind vllm-router, which is started here; the gateway sees one backend.
 
-The router has no /metrics of vLLM's, so what is known of it is what the gateway measures. It is a program of an
-environment of its own (`pip install vllm-router`): `words` may name it as program=PATH. They also hold the addresses of
-the replicas, and options of the router.
+The router has no /metrics of vLLM's, so what is known is measured. It is a program of an environment of its own (`pip
+install vllm-router`); `words` may have program=PATH, and hold the addresses of the replicas and its options.
 """
 
 import shutil

@@ -1,5 +1,4 @@
-"""Policies by name: each file of this folder has one object `POLICY`; packages add theirs by an entry point of the
-group `selfspec.gateway_policies`."""
+"""Policies: each file here has one `POLICY`, and packages add entry points of `selfspec.gateway_policies`."""
 
 from selfspec_cli.early_exit.registry import Registry
 from selfspec_cli.gateway.policies.base import Policy

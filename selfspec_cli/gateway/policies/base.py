@@ -13,9 +13,7 @@ from selfspec_cli.gateway.settings import SloSettings, checked
 @dataclass(frozen=True)
 class Choice:
     """Backends in the order in which they are tried, and why the first one is first, in few fixed words (a label).
-
-    sure: an answer of which its backend is less sure (`cascade.sureness`) is asked of the next one; None takes any.
-    """
+    sure: an answer of which its backend is less sure (`cascade.sureness`) is asked of the next one; None takes any."""
 
     order: tuple[Replica, ...]
     reason: str
@@ -50,8 +48,7 @@ class Policy:
     alone: bool = False
 
     def settings(self, given: Mapping[str, Any], workers: int = 1) -> Any:
-        """This policy's options. given: those of all policies, by name. Raises ConfigError for one that it has not, a
-        value out of its range, or a policy that several workers cannot have."""
+        """This policy's options. given: of all policies. Raises ConfigError for a wrong one, or too many workers."""
         if self.alone and workers > 1:
             raise ConfigError(f"policy={self.name}: {workers} workers cannot share what it knows: workers=1")
         return checked(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")

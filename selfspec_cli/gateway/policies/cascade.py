@@ -1,11 +1,10 @@
-"""The cheapest backend first; where it was not sure of its answer, the next dearer one is request.
+"""The cheapest backend first; where it was not sure of its answer, the next dearer one is asked.
 
 Sure: the geometric mean of the probabilities of the answer's tokens, as the backend gives them (`logprobs`), is at
 least `sure`. The dearest backend's answer is always taken; where it fails, the last one that came. A stream cannot be
 taken back, so streams, and requests with several answers or with tools, go to the dearest backend at once.
 
-It loses to round robin where the cheap model is sure of wrong answers, and where it is rarely sure: then it is asked
-for nothing, and time and money are lost.
+It loses to round robin where the cheap model is sure of wrong answers, or rarely sure: then it is asked for nothing.
 """
 
 import math

@@ -1,11 +1,10 @@
 """The backend that has most of the prompt in its prefix cache, until it is saturated.
 
 Saturated: more tokens wait there to be prefilled than it prefills in slo.ttft_ms, at the greatest rate that was seen
-(llm-d's default rule). Then it is the next warmest that is not; where all are, the one with the fewest such tokens.
-A session (header X-Session-ID, or `user` in the body) stays where its last request went, in the same way.
+(llm-d's default rule). Then it is the next warmest that is not; where all are, the one with the fewest such tokens. A
+session (header X-Session-ID, or `user` in the body) stays where its last request went, in the same way.
 
-It loses to round robin where prompts share no beginning and answers are long: it balances tokens to prefill, and not
-those to generate.
+It loses to round robin where prompts share no beginning and answers are long: it does not balance what is generated.
 """
 
 from collections import OrderedDict

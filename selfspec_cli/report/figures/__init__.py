@@ -37,8 +37,7 @@ def of_sources(sources: Sources) -> list[Figure]:
 
 
 def _headline_first(together: list[Group], families: Sequence[under_load.Family]) -> list[Group]:
-    """Groups in the order of the families by load that they belong to, then the others, the last measured first. So
-    every figure of a page begins with the workload of its first figure."""
+    """Groups in the order of the families that they belong to, so that figures begin alike; then the newest."""
     places = {row.point: place for place, family in reversed(list(enumerate(families))) for row in family.rows}
     ranked = [min(places.get(row.point, len(families)) for row in group.rows) for group in together]
     order = sorted(range(len(together)), key=lambda at: (ranked[at], at if ranked[at] < len(families) else -at))

@@ -18,9 +18,8 @@ from selfspec_cli.report.rows import Group, label
 
 ROWS = "rows"
 NAMES, VALUES, LOAD, LETTERS = "NAMES", "COLOURS", "LOAD", "LETTERS"
-"""Stand in a chart for what differs by panel: the names that it draws, the colour of each, and the title of its axis of
-load. `Panel` has them, and whoever draws a panel puts them in (`with_panel`, and page.js). LETTERS: how many letters a
-line of a legend has room for."""
+"""Stand in a chart for what `Panel` has, and whoever draws it puts in (`with_panel`, and page.js): the names drawn, the
+colour of each, and the title of the axis of load. LETTERS: how many letters a line of a legend has room for."""
 PLAIN, LOSSY, RED = "#84909c", "#b7791f", "#d64550"
 RIVALS = ["#958a7c", "#6c7781", "#7f8a80", "#8f8296"]
 SERIES = ["#3b82c4", "#c2681f", "#2f9e77", "#9b6bd3", "#c9518d", "#7d8a2e"]
@@ -91,8 +90,7 @@ def config(ink: str, muted: str, line: str) -> dict[str, Any]:
 
 
 def figure(name: str, title: str, about: str, chart: Any, panels: Sequence[Panel]) -> list[Figure]:
-    """A figure as a list of one; of none where no panel has data. No two panels have one name: of those that would, the
-    later ones say when they were measured, or are numbered."""
+    """A figure as a list of one; of none where no panel has data. Panels that would have one name are numbered."""
     kept, seen = [], Counter[tuple[str, str]]()
     for panel in panels:
         if panel.data:

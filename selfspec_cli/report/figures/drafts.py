@@ -1,5 +1,4 @@
-"""Figures of drafts and of what they yield: thresholds, draft lengths, acceptance by position, the ROC of gates,
-identical outputs, and perplexities with what says how sure they are."""
+"""Figures of drafts: thresholds, lengths, acceptance by position, ROC of gates, identical outputs, perplexities."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,8 +176,7 @@ def perplexities(groups: Iterable[Group]) -> list[Figure]:
 
 
 def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
-    """How many outputs of each arm are the baseline's, and how many of plain decoding's own are at another load or when
-    it is asked again: the control, which says how many would differ without any drafts."""
+    """How many outputs of each arm are the baseline's, and as a control how many of plain decoding's own are."""
     by_id = {point.id: point for point in points}
     panels = []
     for group in groups:
@@ -203,8 +201,7 @@ def identical(groups: Iterable[Group], points: Sequence[Point]) -> list[Figure]:
 
 
 def controls(plain: Point, points: Iterable[Point]) -> dict[str, tuple[int, int]]:
-    """(equal, compared) outputs of a baseline and of plain decoding measured again with the same prompts, by name. Of
-    several measurements at one load the newest counts."""
+    """(equal, compared) outputs, by name, of a baseline and of plain decoding with its prompts at other loads."""
     counts: dict[str, tuple[int, int]] = {}
     if (again := control(plain)) is not None:
         counts["control: plain decoding, asked again"] = again

@@ -28,8 +28,7 @@ WAITS = {"ttft": "time to first token (TTFT), ms", "tpot": "time per output toke
 
 @dataclass(frozen=True)
 class Family:
-    """Rows that differ in their arm and their load alone. axis: the column that is the load. left_out: arms that are
-    not among the rows, because a panel has room for fewer."""
+    """Rows that differ in arm and load alone. axis: the load's column. left_out: arms that a panel has no room for."""
 
     title: str
     axis: str

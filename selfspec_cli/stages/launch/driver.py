@@ -2,8 +2,7 @@
 
 Each launcher has `workers`, how many units it can measure at once, and `launch`, which measures units side by side ->
 (unit, a point as JSON or how its worker ended), as they come. Closing the iterator ends the workers. The driver alone
-writes the record: it saves each point as it arrives, and gives to another worker what one that died had not measured. A
-point on which workers die TRIES times is written down as failed.
+writes the record: it saves each point, and hands on what a dead worker left, until TRIES have died on one point.
 """
 
 import logging
@@ -298,10 +297,9 @@ def run(
     progress: Progress,
     ends: float | None = None,
 ) -> int:
-    """Measure a plan on the workers of `cfg.launcher`; how many of its points were not begun. Raises ConfigError: the
-    launcher cannot be used here, or the plan reuses baselines, which ran on one GPU. run_id: a unit's is this and its
-    name, so that points of two units never have one name. folder: of results, and logs. save: writes a point. fail:
-    writes down that one could not be measured. ends: see `Unit`."""
+    """Measure a plan on the workers of `cfg.launcher`; how many of its points were not begun. Raises ConfigError: no
+    such launcher here, or reused baselines, which ran on one GPU. run_id: a unit's is this and its name, so that no two
+    points share a name. folder: of results, and logs. save: writes a point. fail: a failed one. ends: see `Unit`."""
     launcher = _launcher(plan, cfg)
     units = cut(plan.families, launcher.workers(cfg), ends)
     finished: set[str] = set()

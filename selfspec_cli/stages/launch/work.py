@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import children
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import Keys
@@ -89,8 +89,7 @@ SHOWN = 3  # last lines of a worker's output that its end is explained with
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker measures, in this order. name: unique in a command. ends: no point is begun later (epoch
-    seconds)."""
+    """What one worker measures, in order. name: unique in a command. ends: no point begins later (epoch seconds)."""
 
     name: str
     points: tuple[Planned, ...]
@@ -117,9 +116,8 @@ def description(unit: Unit, run_id: str) -> dict[str, Any]:
 
 
 def keys_of(document: Mapping[str, Any], cfgs: Sequence[RunConfig]) -> dict[str, str]:
-    """By the key that a worker's own machine gives a point: the plan's key, where both mean the same point. They differ
-    by the device alone where a worker has fewer cores, or the driver has no GPU (a login node). Under its own key the
-    point would be measured again by the next command."""
+    """The plan's key by that of a worker's machine, where both mean the same point, so that the next command finds it:
+    they differ by the device alone where a worker has fewer cores, or the driver has no GPU (a login node)."""
     keys, found = Keys(), {}
     same_versions = document["versions"] == _deciding(machine.versions())
     for cfg, planned in zip(cfgs, document["points"], strict=True):
@@ -181,10 +179,9 @@ def points_of(
     log: str | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str | Ended]:
-    """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last. Its process group
-    is killed when the iterator is closed. document: `description` of a unit. environment: variables on top of this
-    process's own. log: where the worker's output is appended; a temporary file if None. stopped: once it says yes, the
-    worker is killed."""
+    """Run a worker -> each point as JSON, once it is measured, and last how the worker ended. Its process group is
+    killed when the iterator is closed. document: `description` of a unit. environment: further variables. log: where
+    the worker's output is appended; a temporary file if None. stopped: once it says yes, the worker is killed."""
     with tempfile.TemporaryDirectory(prefix="selfspec-unit-") as place:
         spool = Path(place)
         file, output = spool / "unit.json", Path(log) if log else spool / "log"
@@ -204,9 +201,7 @@ def points_of(
                 time.sleep(POLL)
             yield from _taken(spool)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # engines that it left, too
-            process.wait()
+            children.end(process, signal.SIGKILL, 0)  # with engines that it left
         last = "" if process.returncode == 0 else " / ".join(map(str.strip, last_lines(output, SHOWN)))
         yield Ended(process.returncode, last)
 

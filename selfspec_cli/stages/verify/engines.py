@@ -1,6 +1,4 @@
-"""What each engine does in a run: the arm that drafts, and the plain one, which does the same and is asked about what
-differs.
-"""
+"""What each engine does in a run: the arm that drafts, and the plain one, which is asked about what differs."""
 
 import random
 from collections import Counter

@@ -1,9 +1,8 @@
 """The greedy cases: requests that break systems of this kind, and what a first difference between outputs is worth.
 
 A case is data, made from stretches of text; it runs on both engines. Greedy decoding has one right answer but for
-rounding: where the model holds two tokens almost equally likely, vLLM itself chooses by how tokens are batched. So at
-the first difference the plain engine is asked how likely it holds both tokens there, alone in its batch, and once more
-when the tokens come k + 1 at a time, as a verify pass brings them.
+rounding: where two tokens are almost equally likely, vLLM itself chooses by how tokens are batched. So at the first
+difference the plain engine is asked how likely both are, alone and k + 1 tokens at a time, as in a verify pass.
 """
 
 import random
@@ -47,9 +46,8 @@ SCHEMA = {
 @dataclass(frozen=True)
 class Case:
     """Requests and how they run. batch: in flight at once. meanwhile: between steps, "nothing"; "preempt": all running
-    requests are preempted at some of them; "change": the arm's gate, threshold and draft length change at each. gates:
-    one to set, or those that alternate where they change; with none the arm keeps its own. fresh: with an empty prefix
-    cache. waves: see `requests.answers`."""
+    requests are preempted at some; "change": gate, threshold and draft length change at each. gates: one to set, or
+    those that alternate; else the arm's own. fresh: with an empty prefix cache. waves: see `answers`."""
 
     name: str
     about: str
@@ -209,9 +207,8 @@ class Observed:
 
 @dataclass
 class Difference:
-    """The first place where a request's output is not the plain engine's. gap: by how much (nats) the plain engine,
-    asked for this prefix alone, prefers its own token; gap_together: the same when tokens come k + 1 at a time. None:
-    not asked."""
+    """A request's first token that is not the plain engine's. gap: by how much (nats) that engine, asked for this
+    prefix alone, prefers its own; gap_together: the same when tokens come k + 1 at a time. None: not asked."""
 
     request: int
     place: int
@@ -268,7 +265,7 @@ def _between(engine: Engine, case: Case, drafting: bool) -> Callable[[int], None
 
     def preempt(step: int) -> None:
         if step in PREEMPTED_AT:
-            asking.preempt_all(engine)
+            engine.llm.reset_prefix_cache(reset_running_requests=True)
 
     def change(step: int) -> None:
         engine.set_gate(*next(gates))
@@ -329,8 +326,7 @@ def _gap(engine: Engine, difference: Difference, room: int, after: int = 0) -> f
 
 def unlike_together(engine: Engine, requests: Sequence[Request], plain: Sequence[Answer]) -> dict[str, int]:
     """How many outputs of the plain engine (differ, of compared) another plain one, that takes fewer tokens a step,
-    would not choose: at some place another token is likelier. Twelve are looked at, and none whose choice is bound by
-    stop tokens or a grammar."""
+    would not choose: some other token is likelier. Of twelve at most, and none bound by stop tokens or a grammar."""
     compared, differ = 0, 0
     for request, answer in zip(requests, plain, strict=True):
         fits = len(request.prompt) + len(answer.tokens) < engine.max_model_len

@@ -220,8 +220,7 @@ def save(document: dict[str, Any], results: Path) -> dict[str, Any]:
 
 @contextmanager
 def _foreign_head(cfg: RunConfig) -> Iterator[RunConfig]:
-    """`cfg` with a head whose file claims to agree with the model and whose weights are not for it. A file that says
-    which model it was fitted on would be refused when it is loaded."""
+    """`cfg` with a head that claims to agree with the model and does not; its file names no model to be refused by."""
     import torch
 
     from selfspec_cli.early_exit.artifact import save_head

@@ -38,9 +38,8 @@ class Sample:
 
 
 def compare(ours: Sample, theirs: Sample, seed: int = 0) -> dict[str, float]:
-    """Permutation test of two samples of equal size. p: of the hypothesis that both are from one distribution; p_table,
-    p_scores: of its parts. distance: total variation between the tokens of both at a place, mean over places. shift:
-    difference of the mean log-probability of a token."""
+    """Permutation test of two samples of equal size. p: of one distribution for both; p_table, p_scores: of its parts.
+    distance: total variation between tokens at a place, mean over places. shift: of a token's mean log-probability."""
     cells, scores = _cells(ours, theirs), np.concatenate([ours.scores, theirs.scores])
     n = len(ours.tokens)
     labels = np.concatenate([np.ones(n), -np.ones(n)])[None]
@@ -113,9 +112,8 @@ def _p_values(
 
 def detectable(first: Sample, second: Sample) -> float | None:
     """The power of `compare`: the least share of texts that a fault would have to replace by the likeliest one, to be
-    found (p below ALPHA) in nine of ten runs; None: not even all of them. first, second: two samples of a right engine,
-    from which runs are drawn. Critical values are of gamma and normal distributions with the mean and variance of
-    permutations."""
+    found (p below ALPHA) in nine of ten runs; None: not even all. first, second: samples of a right engine, from which
+    runs are drawn. Critical values are of gamma and normal distributions with the moments of permutations."""
     draw = np.random.default_rng(0)
     n, cells, scores = len(first.tokens), _cells(first, second), np.concatenate([first.scores, second.scores])
     permuted = _table_statistic(_permuted(n, 200, draw), cells)
@@ -141,8 +139,7 @@ def detectable(first: Sample, second: Sample) -> float | None:
 
 def exact_p(tokens: np.ndarray, probabilities: np.ndarray, tied: np.ndarray | None = None) -> float | None:
     """P-value (chi-square) that texts [n, m] follow probabilities [V] * m; None for fewer than three cells. Cells of
-    fewer than five expected texts count together, and with them those that are tied ([V] * m, texts of which a token is
-    `at_the_cut`): only what all of these have together is known."""
+    fewer than five expected texts count as one, as do tied ones ([V] * m, texts of which a token is `at_the_cut`)."""
     counts = np.zeros(probabilities.shape)
     np.add.at(counts, tuple(tokens[:, : probabilities.ndim].T), 1)
     tied = np.zeros(probabilities.shape, bool) if tied is None else tied
@@ -175,8 +172,7 @@ def processed(log_probabilities: Sequence[float], params: dict[str, Any]) -> np.
 
 
 def at_the_cut(log_probabilities: Sequence[float], probabilities: np.ndarray) -> np.ndarray:
-    """Tokens [V] as likely as each other of which `processed` has kept some alone: vLLM may keep others of them, as its
-    sort puts them. In 16 bits equal logits are common."""
+    """Tokens [V] that are tied, some of which `processed` has kept: vLLM may keep others. 16 bits make many ties."""
     given, kept = np.asarray(log_probabilities), probabilities > 0
     among = given == given[kept].min()
     return among & ~kept[among].all()
@@ -204,8 +200,7 @@ EXACT_VOCABULARY, TRIPLES = 64, 40  # up to so many tokens pairs of tokens are e
 
 @dataclass(frozen=True)
 class Drawn:
-    """One setting's texts; refused: why vLLM takes no such request, in its own words. ended: with what error the engine
-    ended over them, or before them."""
+    """One setting's texts. refused: vLLM's reason to take no such request. ended: the error that ended the engine."""
 
     sample: Sample | None
     refused: str | None = None
@@ -247,8 +242,7 @@ def judge(
     name: str, ours: Drawn, plain: Sequence[Drawn], known: tuple[np.ndarray, np.ndarray] | None
 ) -> dict[str, Any]:
     """One row of the document. plain: two samples of the plain engine. known: what `exact` found. verdict: "same",
-    "differs", "refused" (vLLM takes no such request with drafts), "not shown" (the plain engine's own samples differ),
-    ENDED."""
+    "differs", "refused" (by vLLM, with drafts), "not shown" (the plain engine's own samples differ), ENDED."""
     row: dict[str, Any] = {"name": name}
     if ours.ended is not None:
         return row | {"verdict": ENDED, "note": ours.ended}

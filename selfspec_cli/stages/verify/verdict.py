@@ -90,9 +90,8 @@ def case_row(
     kinds: Sequence[str], compared: int, unlike_scores: int, plain: Mapping[str, int], batch_invariant: bool
 ) -> tuple[str, str | None]:
     """(verdict, note) of a greedy case. kinds: near-tie or fault, of each of the `compared` requests that differs; in
-    batch-invariant mode a near-tie is wrong too. unlike_scores: requests with other log-probabilities. plain: of how
-    many outputs (compared) the plain engine does not repeat how many (differ), how many of them near-ties
-    (near_ties)."""
+    batch-invariant mode a near-tie is wrong too. unlike_scores: requests with other log-probabilities. plain: outputs
+    that the plain engine does not repeat (differ, of compared), and near-ties among them (near_ties)."""
     wrong = len(kinds) if batch_invariant else sum(kind == "fault" for kind in kinds)
     plain_wrong = plain["differ"] - (0 if batch_invariant else plain["near_ties"])
     if wrong and plain_wrong and not surely_more(wrong, compared, plain_wrong, plain["compared"]):
@@ -109,9 +108,8 @@ def case_row(
 
 def not_invariant(differ: int, turned: int, compared: int, together: Mapping[str, int], k: int) -> str | None:
     """Why differences of a case in batch-invariant mode are vLLM's own; None where they may be the arm's. differ:
-    outputs of `compared` that differ, `turned` of them where the plain engine chooses the arm's token when asked again.
-    together: how many of its own outputs (differ, of compared) it would not choose when tokens come k + 1 at a time. In
-    this mode both must be none."""
+    outputs of `compared` that differ; turned: those where the plain engine, asked again, chooses the arm's token.
+    together: its own outputs (differ, of compared) that it would not choose when tokens come k + 1 at a time."""
     if turned == differ:
         return f"{PLAIN_DIFFERS}: asked again for the same {differ} prefixes, it chooses the arm's tokens"
     seen = max((turned, compared), (together["differ"], together["compared"]), key=lambda one: one[0] / max(one[1], 1))
@@ -133,9 +131,8 @@ def surely_more(ours: int, of_ours: int, plain: int, of_plain: int) -> bool:
 
 
 def own_drafts(alone: VerifyCounts, company: VerifyCounts, exact: bool) -> dict[str, Any]:
-    """Whether a request is drafted for alike alone and in company: accepted tokens a round of the same requests. exact:
-    arithmetic does not depend on the batch, so that the two are equal but for single rounds; else rates may differ as
-    of other texts."""
+    """Whether requests are drafted for alike alone and in company, by accepted tokens a round. exact: arithmetic does
+    not depend on the batch: the two are equal but for single rounds; else rates may differ as of other texts."""
     (rate, variance), (other, other_variance) = _rate(alone), _rate(company)
     bound = 0.05 * rate + 0.01 if exact else max(0.15 * rate, 3 * math.sqrt(variance + other_variance))
     return {"alone": round(rate, 4), "company": round(other, 4), "verdict": FAULT if rate - other > bound else "same"}

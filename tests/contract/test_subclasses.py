@@ -7,7 +7,6 @@ import types
 from types import SimpleNamespace
 
 import pytest
-from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname as resolved
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -20,37 +19,31 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_source import V1_RUNNER, V2_RUNNER, WORKER
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin import compat, overrides, register, subclasses
+from selfspec_cli.vllm_plugin import compat, overrides, subclasses
 from selfspec_cli.vllm_plugin.overrides import overriding, subclass_of
 from selfspec_cli.vllm_plugin.v2.runner import with_short_draft_sampler
 
 pytestmark = pytest.mark.contract
 
 
-def config_of(folder, **arguments):
-    register()
-    args = EngineArgs(str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=64, **arguments)
-    return args.create_engine_config()
-
-
-EARLY_EXIT = {"speculative_config": {"method": "layer_skip", "num_speculative_tokens": 2}}
+EARLY_EXIT = {"spec": {"method": "layer_skip", "num_speculative_tokens": 2}}
 FITTING = {"additional_config": {"selfspec_collect": [2]}}
-SKIP = {"speculative_config": {"method": "skip", "layer_skip": 2}}
+SKIP = {"spec": {"method": "skip", "layer_skip": 2}}
 
 
 @pytest.mark.parametrize("asks", [EARLY_EXIT, FITTING, SKIP], ids=["drafts", "fitting", "skip"])
-def test_an_engine_that_asks_has_our_worker_and_scheduler_and_a_plain_one_vllms(folder, asks):
-    plain = config_of(folder)
+def test_an_engine_that_asks_has_our_worker_and_scheduler_and_a_plain_one_vllms(configured, asks):
+    plain = configured()
     assert plain.scheduler_config.scheduler_cls is None
     assert not plain.parallel_config.worker_cls.startswith("selfspec_cli")
-    asking = config_of(folder, **asks)
+    asking = configured(**asks)
     worker = resolved(asking.parallel_config.worker_cls)
     assert worker.__bases__[0] is resolved(plain.parallel_config.worker_cls)
     assert asking.scheduler_config.get_scheduler_cls() is subclasses.scheduler
 
 
-def test_the_configuration_of_an_engine_goes_to_other_processes_with_the_names(folder):
-    sent = pickle.loads(pickle.dumps(config_of(folder, **EARLY_EXIT)))
+def test_the_configuration_of_an_engine_goes_to_other_processes_with_the_names(configured):
+    sent = pickle.loads(pickle.dumps(configured(**EARLY_EXIT)))
     assert sent.scheduler_config.get_scheduler_cls() is subclasses.scheduler
     assert resolved(sent.parallel_config.worker_cls).sleep.__wrapped__
 

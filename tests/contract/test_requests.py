@@ -240,14 +240,13 @@ def test_a_window_is_refused_if_any_layer_of_a_kv_cache_group_has_one_of_its_own
         refuse_context(Context("window", (64,)), groups)
 
 
-def config_of(length: int) -> SimpleNamespace:
-    return SimpleNamespace(model_config=SimpleNamespace(max_model_len=length))
+OF_100 = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100))
 
 
 def test_the_v1_proposer_drafts_up_to_the_context_that_the_kv_cache_was_made_for():
     """`max_model_len=auto`: the worker learns the shorter context after the proposer was made and loaded."""
     proposer = SimpleNamespace(
-        vllm_config=config_of(100),
+        vllm_config=OF_100,
         max_model_len=4096,
         num_speculative_tokens=5,
         _find_groups=lambda: None,
@@ -261,7 +260,7 @@ def test_the_v1_proposer_drafts_up_to_the_context_that_the_kv_cache_was_made_for
 def test_the_v2_speculator_drafts_up_to_the_context_that_the_kv_cache_was_made_for():
     """vLLM 0.32 keeps the length that the speculator was made with; its slots would be of other requests."""
     ours = SimpleNamespace(
-        vllm_config=config_of(100),
+        vllm_config=OF_100,
         max_model_len=4096,
         _find_groups=lambda: None,
         state=SimpleNamespace(max_model_len=4096),

@@ -119,7 +119,7 @@ def test_the_log_says_once_what_runs_instead(monkeypatch, caplog):
 HEADS, DIM, PAGE = 2, 64, 16
 
 
-def attention(backend="FLASH_ATTN", head_size=DIM, impl=None, **changes):
+def attention(backend="FLASH_ATTN", head_size=DIM, impl=None, sinks=None, **changes):
     """As far as `is_plain` looks at one of vLLM's layers, around FlashAttention itself."""
     made = flash_attn.FlashAttentionImpl(
         4,
@@ -128,6 +128,7 @@ def attention(backend="FLASH_ATTN", head_size=DIM, impl=None, **changes):
         HEADS,
         **{"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **(impl or {})},
     )
+    made.sinks = sinks
     own = {
         "attn_backend": SimpleNamespace(get_name=lambda: backend),
         "attn_type": flash_attn.AttentionType.DECODER,
@@ -157,16 +158,11 @@ def test_attention_to_the_whole_context_is_plain():
         {"impl": {"sliding_window": 128}},
         {"impl": {"logits_soft_cap": 30.0}},
         {"impl": {"alibi_slopes": [0.5] * 4}},
+        {"sinks": torch.zeros(4)},
     ],
 )
 def test_anything_else_stays_vllms(changes):
     assert not is_plain(attention(**changes))
-
-
-def test_attention_sinks_stay_vllms():
-    layer = attention()
-    layer.impl.sinks = torch.zeros(4)
-    assert not is_plain(layer)
 
 
 def test_no_layer_is_replaced_on_a_cpu():

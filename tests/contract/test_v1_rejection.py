@@ -317,15 +317,17 @@ def forced(logits):
 
 
 def plain(prompt, budget, draw, ends=ENDS):
-    """A text of LENGTH tokens, random where nothing is forced, by vLLM's own states, a token a step."""
+    """A text of LENGTH tokens by vLLM's own states, a token a step, and what they force at each place; None where they
+    force nothing, and the token is random."""
     _, theirs = holders(ends)
     written: list[int] = []
+    must: list[int | None] = []
     theirs.sync_batch(update([(0, request(budget), prompt, written)]))
     for _ in range(LENGTH):
         theirs.update_state([written], [[]])
-        must = forced(theirs.apply_to_logits(torch.zeros(1, SMALL), False, [[]]))
-        written.append(must.get(0, draw.choice([0, 1, 2, 3, *THINKS, *ends])))
-    return written
+        must.append(forced(theirs.apply_to_logits(torch.zeros(1, SMALL), False, [[]])).get(0))
+        written.append(draw.choice([0, 1, 2, 3, *THINKS, *ends]) if must[-1] is None else must[-1])
+    return written, must
 
 
 @pytest.mark.parametrize("ends", [ENDS, [7]], ids=["two tokens", "one token"])
@@ -335,8 +337,8 @@ def test_each_token_is_forced_as_plain_decoding_forces_it(seed, ends):
     draw = random.Random(seed)
     prompts = [[1, *THINKS] if draw.random() < 0.6 else [1, 2], [2, *THINKS, 3]]
     budgets = [draw.randrange(10), draw.randrange(10)]
-    texts = [plain(*pair, draw, ends) for pair in zip(prompts, budgets, strict=True)]
-    must = [in_plain(prompt, budget, text, ends) for prompt, budget, text in zip(prompts, budgets, texts, strict=True)]
+    requests = zip(prompts, budgets, strict=True)
+    texts, must = zip(*(plain(prompt, budget, draw, ends) for prompt, budget in requests), strict=True)
     ours, _ = holders(ends)
     ours.sync_batch(update([(1 + row, request(budgets[row]), prompts[row], []) for row in range(2)]))
     for at in range(LENGTH):
@@ -346,19 +348,6 @@ def test_each_token_is_forced_as_plain_decoding_forces_it(seed, ends):
         assert forced(rows) == {1 + row: tokens[at] for row, tokens in enumerate(must) if tokens[at] is not None}
         if drafts[0]:
             assert not forced(ours.apply_to_logits(torch.zeros(len(drafts[0]), SMALL), False, drafts))
-
-
-def in_plain(prompt, budget, text, ends):
-    """What plain decoding forces at each place of its text; None where it may write anything."""
-    _, theirs = holders(ends)
-    written: list[int] = []
-    theirs.sync_batch(update([(0, request(budget), prompt, written)]))
-    found = []
-    for token in text:
-        theirs.update_state([written], [[]])
-        found.append(forced(theirs.apply_to_logits(torch.zeros(1, SMALL), False, [[]])).get(0))
-        written.append(token)
-    return found
 
 
 def test_a_request_that_moves_into_the_row_of_another_does_not_get_its_budget():
@@ -377,9 +366,7 @@ def test_a_request_that_moves_into_the_row_of_another_does_not_get_its_budget():
 
 def test_a_request_that_comes_back_goes_on_where_it_was():
     """After a preemption it is added with all tokens that it has."""
-    draw = random.Random(3)
-    text = plain([1, *THINKS], 6, draw, [7])
-    must = in_plain([1, *THINKS], 6, text, [7])
+    text, must = plain([1, *THINKS], 6, random.Random(3), [7])
     for at in range(1, LENGTH):
         ours, _ = holders([7])
         ours.sync_batch(update([(0, request(6), [1, *THINKS], text[:at])]))

@@ -7,14 +7,13 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.hooks import capture_every_width
 from selfspec_cli.vllm_plugin.v2 import graphs
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
-from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of, planners_like
+from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of
 from selfspec_cli.vllm_plugin.v2.widths import (
     MOST,
     WidthPlanner,
@@ -551,19 +550,3 @@ def test_engines_without_early_exit_are_left_alone():
         made._candidates, made._capture_descs = {}, {}
         ModelCudaGraphManager._init_candidates(made)
         assert (candidates, captured) == (made._candidates, made._capture_descs)
-
-
-# ---- a table that changes on a live engine ---------------------------------------------------------------------------
-
-
-def test_the_planner_follows_another_table_within_the_widths_that_have_graphs():
-    scheduler, other = Scheduler(length_table="1:4 2:2"), Scheduler(length_table="1:4 3:2")
-    assert planner_of(other) is not None
-    assert advance(scheduler) == K
-    planners = planners_like(settings(length_table="1:4 2:2"))
-    assert planner_of(scheduler) in planners and planner_of(other) not in planners
-    planner_of(scheduler).set_table(LengthTable.parse("1:0", K))
-    assert advance(scheduler) == 0
-    planner_of(scheduler).set_table(LengthTable.parse("1:1", K))
-    assert advance(scheduler) == 2  # the next width that there are graphs for
-    assert planners_like(settings(length_table="1:3")) == []

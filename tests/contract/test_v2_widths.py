@@ -38,14 +38,14 @@ def planner(**spec):
     return WidthPlanner(settings(**spec), 24)
 
 
-def step(requests, new=(), finished=(), tokens=1):
+def step(requests, new=(), finished=()):
     """A step over requests by name: context before it, length with what is known of the prompt, own k."""
     return SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=asked)) for name, asked in new
         ],
         finished_req_ids=set(finished),
-        num_scheduled_tokens=dict.fromkeys(requests, tokens),
+        num_scheduled_tokens=dict.fromkeys(requests, 1),
         num_spec_tokens_to_schedule=K,
     )
 
@@ -83,13 +83,6 @@ def test_it_is_that_of_the_longest_draft_that_a_request_may_make():
     for contexts, width in (((10, 150), 2), ((150, 150), 0), ((150, 250), 4), ((98, 99), 2)):
         requests = running(**{f"r{number}": context for number, context in enumerate(contexts)})
         assert width_after(plan, step(requests), requests) == width
-
-
-def test_a_request_inside_its_prefill_wants_nothing():
-    plan = planner(length_table="1:4 1@100:0")
-    requests = running(old=500) | {"new": SimpleNamespace(num_computed_tokens=0, num_tokens=64)}
-    assert width_after(plan, step(requests, tokens=32), requests) == 0
-    assert width_after(plan, step(requests, tokens=64), requests) == 4
 
 
 def test_steps_without_drafts_are_counted_by_what_switched_them_off():

@@ -13,8 +13,6 @@ from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, chosen_blocks, only
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
-pytestmark = pytest.mark.contract
-
 BLOCKS = Context("blocks", (256,))
 SIZE, COLUMNS, HEADS, SHARED, DIM = 32, 7, 2, 3, 64
 

@@ -27,8 +27,6 @@ from selfspec_cli.record import archive
 from selfspec_cli.vllm_plugin import refusals, spec_config
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks
 
-pytestmark = pytest.mark.contract
-
 REPO = Path(__file__).parents[2]
 PAGE = REPO / "docs" / "limits.md"
 REFUSED, BY_VLLM = "Refused", "by vLLM"

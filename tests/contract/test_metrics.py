@@ -4,7 +4,6 @@ import logging
 import pickle
 from types import SimpleNamespace
 
-import pytest
 from prometheus_client import REGISTRY
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
@@ -14,8 +13,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, CARRIER, PREFIX, attach, take_out
-
-pytestmark = pytest.mark.contract
 
 K = 3
 TOTALS = {"rounds": 5, "steps": 9, "gate_ended": 2, "nan_logits": 0, "off.load": 4, "in_force": 2}
@@ -97,20 +94,10 @@ def test_the_numbers_survive_the_way_between_two_processes():
     assert arrived.num_running_reqs == 2
 
 
-class Drafter:
-    """Its counters, as a step leaves them."""
-
-    def __init__(self, totals):
-        self.counters = SimpleNamespace(landed=lambda: totals)
-
-
-def runner(answer, drafter):
-    return SimpleNamespace(drafter=drafter, sample_tokens=lambda grammar: answer)
-
-
 def test_a_model_runner_lays_its_totals_on_what_goes_to_the_scheduler_also_while_the_step_is_under_way():
     def step(answer, totals):
-        return attach(lambda self, grammar: answer)(runner(answer, Drafter(totals)), None)
+        drafter = SimpleNamespace(counters=SimpleNamespace(landed=lambda: totals))
+        return attach(lambda self, grammar: answer)(SimpleNamespace(drafter=drafter), None)
 
     totals = {"rounds": 3, "off": {"load": 1}, "length_histogram": [0, 2], "active_histogram": [0, 1], "seconds": 0.5}
     wanted = {"rounds": 3, "off.load": 1, "length_histogram.0": 0, "length_histogram.1": 2}

@@ -16,8 +16,6 @@ from selfspec_cli.vllm_plugin import compat, detection, patches, register, relea
 from selfspec_cli.vllm_plugin.patches import Patch
 from selfspec_cli.vllm_plugin.releases import DISTRIBUTIONS, SUPPORTED, admission
 
-pytestmark = pytest.mark.contract
-
 TARGETS = [patch.target for patch in patches.PATCHES]
 EARLY_EXIT = {"method": "layer_skip", "layer_skip": 2}
 

@@ -22,8 +22,6 @@ from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
 from selfspec_cli.vllm_plugin.weights.copied import _unpacked_experts
 from selfspec_cli.vllm_plugin.weights.shared import without_adapters
 
-pytestmark = pytest.mark.contract
-
 
 class Model(nn.Module):
     """Holds an adapted layer in a list of layers, as a decoder does, and one outside of it."""

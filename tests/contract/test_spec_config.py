@@ -40,8 +40,6 @@ from selfspec_cli.vllm_plugin import compile_cache, register, target_facts, vllm
 from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
 from selfspec_cli.vllm_plugin.target_facts import bits_of, linear_parameters
 
-pytestmark = pytest.mark.contract
-
 
 @pytest.fixture
 def said(monkeypatch):

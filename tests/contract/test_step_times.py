@@ -9,8 +9,6 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.v2 import device_loop, step_times
 
-pytestmark = pytest.mark.contract
-
 KV_TOKEN, RATE = 4096.0, 4e12
 
 
@@ -121,12 +119,8 @@ def test_without_layers_that_draft_a_draft_step_takes_no_time(measured):
 
 def test_a_graph_is_replayed_on_inputs_of_its_own(monkeypatch):
     """On those of the graph that was captured last, SmolLM2's verify pass of two requests never ended on an H200."""
-    done, event = (
-        [],
-        SimpleNamespace(
-            record=lambda: None, query=lambda: True, synchronize=lambda: None, elapsed_time=lambda end: 1.0
-        ),
-    )
+    done, nothing = [], lambda: None
+    event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing, elapsed_time=lambda end: 1.0)
     monkeypatch.setattr(step_times.torch.cuda, "Event", lambda **_: event)
     replay = step_times.Replay(lambda: done.append("launch"), lambda: done.append("prepare"))
     assert step_times._seconds("a verify pass", replay) == 1e-3

@@ -1,7 +1,6 @@
 """Subclasses of vLLM's worker, scheduler and model runners: what names them, what they override, what they leave."""
 
 import ast
-import pickle
 import sys
 import types
 from types import SimpleNamespace
@@ -20,11 +19,8 @@ from vllm_source import V1_RUNNER, V2_RUNNER, WORKER
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import compat, overrides, subclasses
-from selfspec_cli.vllm_plugin.overrides import overriding, subclass_of
+from selfspec_cli.vllm_plugin.overrides import subclass_of
 from selfspec_cli.vllm_plugin.v2.runner import with_short_draft_sampler
-
-pytestmark = pytest.mark.contract
-
 
 EARLY_EXIT = {"spec": {"method": "layer_skip", "num_speculative_tokens": 2}}
 FITTING = {"additional_config": {"selfspec_collect": [2]}}
@@ -40,12 +36,6 @@ def test_an_engine_that_asks_has_our_worker_and_scheduler_and_a_plain_one_vllms(
     worker = resolved(asking.parallel_config.worker_cls)
     assert worker.__bases__[0] is resolved(plain.parallel_config.worker_cls)
     assert asking.scheduler_config.get_scheduler_cls() is subclasses.scheduler
-
-
-def test_the_configuration_of_an_engine_goes_to_other_processes_with_the_names(configured):
-    sent = pickle.loads(pickle.dumps(configured(**EARLY_EXIT)))
-    assert sent.scheduler_config.get_scheduler_cls() is subclasses.scheduler
-    assert resolved(sent.parallel_config.worker_cls).sleep.__wrapped__
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -93,16 +83,7 @@ def test_an_extension_that_is_mixed_into_a_worker_is_found_in_the_subclass(their
     theirs.Loud.__bases__ += (Extension,)
     kind = resolved(subclass_of("users.own.Loud", overrides.WORKER))
     assert Extension in kind.__bases__ and kind.more(None) == "more"
-
-
-def test_each_override_gets_the_method_of_the_base_and_leaves_the_base_alone():
-    class Base:
-        def step(self):
-            return "base"
-
-    kind = overriding(Base, {"step": lambda original: lambda self: f"ours around {original(self)}"})
-    assert (kind().step(), Base().step()) == ("ours around base", "base")
-    assert isinstance(kind(), Base) and kind.__module__ == subclasses.__name__
+    assert kind.__module__ == subclasses.__name__  # by which other processes find it
 
 
 @pytest.mark.parametrize("v2", [True, False])
@@ -125,7 +106,7 @@ def test_a_scheduler_prepares_the_engine_core_before_it_is_made(theirs, monkeypa
     assert asked == ["scheduler"]
 
 
-def test_a_v1_runner_that_is_adopted_has_our_samplers_over_its_own(monkeypatch):
+def test_a_v1_runner_that_is_adopted_has_our_samplers_over_its_own():
     runner = object.__new__(GPUModelRunner)
     runner.sampler = Sampler("processed_logprobs")
     runner.rejection_sampler = RejectionSampler(runner.sampler)

@@ -25,8 +25,6 @@ from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.runner import leave_out_drafting
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of, planners_like
 
-pytestmark = pytest.mark.contract
-
 
 def serve(scheduler, requests, rate=0.7, late=1):
     """Run requests (name, prompt tokens, output tokens, extra_args) to their end; requests arrive while others run."""

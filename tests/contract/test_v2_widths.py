@@ -25,8 +25,6 @@ from selfspec_cli.vllm_plugin.v2.widths import (
     widths,
 )
 
-pytestmark = pytest.mark.contract
-
 K = 4
 
 
@@ -155,7 +153,7 @@ def test_where_every_request_opts_out_nothing_is_planned_and_a_shorter_wish_take
     assert set(plan._own) == {"a", "b"}
 
 
-def test_a_wish_that_came_past_the_check_counts_for_nothing(caplog):
+def test_a_wish_that_came_past_the_check_counts_for_nothing():
     plan, requests = planner(), running(a=10)
     assert width_after(plan, step(requests, new=[("a", {"selfspec_k": 99})]), requests) == K
 

@@ -26,8 +26,6 @@ from selfspec_cli.vllm_plugin import compat, patches, trunk
 from selfspec_cli.vllm_plugin.target_facts import facts_of
 from selfspec_cli.vllm_plugin.weights.shared import SharedLinear, multiplies_with_pytorch, on_own_weight
 
-pytestmark = pytest.mark.contract
-
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.target)
 def test_patch_target_and_replacement_exist(patch):

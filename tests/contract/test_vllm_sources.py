@@ -23,8 +23,6 @@ from selfspec_cli.vllm_plugin import releases, vllm_names
 from selfspec_cli.vllm_plugin.releases import SUPPORTED, admission
 from selfspec_cli.vllm_plugin.spec_config import VLLM_KEYS
 
-pytestmark = pytest.mark.contract
-
 PACKAGE = Path(selfspec_cli.__file__).parent
 SELF = Source(PACKAGE.parent)
 PROPOSER, LOOP, SPECULATOR = (
@@ -205,11 +203,6 @@ def from_vllm(file: Path) -> Iterator[tuple[str, str]]:
             yield from ((alias.asname or alias.name, vllm_names.PLACES[alias.name]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             yield from ((alias.asname or alias.name, f"{node.module}:{alias.name}") for alias in node.names)
-
-
-def imported() -> set[str]:
-    """ "module:name" of everything that this package imports from vLLM."""
-    return {place for file in PACKAGE.rglob("*.py") for _, place in from_vllm(file)}
 
 
 def test_the_plugin_imports_from_vllm_through_its_table_alone_and_nothing_in_it_is_unused():

@@ -207,6 +207,7 @@ async def running(
 
 PROMPT = {"model": "toy", "prompt": "once upon", "max_tokens": 8, "temperature": 0}
 WANTED = answer("once upon", 8)
+ONCE = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 DIGESTS = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ann", "bob", "eve", "joe")}
 TENANTS = [KeySettings(name, DIGESTS[name], admin=name == "ann") for name in ("ann", "bob")]
 ANN, BOB = {"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}

@@ -160,11 +160,8 @@ def test_auto_chooses_blocks_where_it_is_known_what_reading_the_context_takes():
 def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
     """Rows with rejected drafts, with none, and inside a prefill, where no token was sampled."""
 
-    class Stop(Exception):
-        pass
-
     def stop(*_: object) -> None:
-        raise Stop
+        raise InterruptedError
 
     passed: list[list[int]] = []
     context = SimpleNamespace(begin=lambda ends, rejected: passed.append((ends - 1 - rejected).tolist()))
@@ -183,7 +180,7 @@ def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
     )
     common = SimpleNamespace(query_start_loc=torch.tensor([0, 4, 7, 15, 15]))
     for _ in range(2):
-        with pytest.raises(Stop):
+        with pytest.raises(InterruptedError):
             _EarlyExit.propose(proposer, 3, sampling_metadata=None, common_attn_metadata=common)
         proposer._sampled, proposer._verified = [[5], [7], []], None  # a step without drafts
     assert passed == [[0, 6, 14], [3, 6, 14]]

@@ -92,10 +92,12 @@ def test_a_worker_prepares_vllm_before_it_makes_its_device_and_adopts_the_runner
     monkeypatch.setattr(compat, "apply", lambda stage: order.append(stage))
     monkeypatch.setattr(subclasses, "adopt", lambda runner, v2: order.append((runner, v2)))
     theirs.Loud.init_device = lambda self: order.append("device") or setattr(self, "model_runner", "runner")
+    own = dict(vars(theirs.Loud))
     worker = object.__new__(resolved(subclass_of("users.own.Loud", overrides.WORKER)))
     worker.use_v2_model_runner = v2
     worker.init_device()
     assert order == ["worker", "device", ("runner", v2)]
+    assert vars(theirs.Loud) == own  # the base is left as it is
 
 
 def test_a_scheduler_prepares_the_engine_core_before_it_is_made(theirs, monkeypatch):

@@ -21,6 +21,8 @@ from figure_tables import (
     settings,
     spec_bench,
 )
+from gateway_settings import gateway_settings
+from limits_tables import architectures, fields
 from picture_one_line import picture
 
 from selfspec_cli.config import options
@@ -83,6 +85,9 @@ WRITTEN = (
     ("docs/measurements.md", "fp8", lambda: by_load("gpu/fp8_8b_h200")),
     ("docs/measurements.md", "milestones", milestones),
     ("docs/which_models.md", "first_drafts", first_drafts),
+    ("docs/limits.md", "architectures", architectures),
+    ("docs/limits.md", "fields", fields),
+    ("docs/gateway_reference.md", "settings", gateway_settings),
     ("docs/reference.md", "options", every_setting),
     ("docs/reference.md", "columns", columns),
 )

@@ -1,10 +1,20 @@
-"""The source of each supported release, and a scheduler as an engine on CUDA makes it."""
+"""The source of each supported release, an engine's configuration, and a scheduler as an engine on CUDA makes it."""
+
+import json
+from pathlib import Path
 
 import pytest
 from v2_engine import BLOCK, LEN, MOST, K
 from vllm_source import VARIABLE, Source, folder_of, sources
 
 from selfspec_cli.vllm_plugin.releases import SUPPORTED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test of this folder is a contract test."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.contract)
 
 
 @pytest.fixture(scope="module", params=SUPPORTED, ids=lambda release: release.release)
@@ -25,34 +35,47 @@ def vllm(release):
     return Source(folder_of(release.release))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from transformers import LlamaConfig
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+CONFIG |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG |= {"num_hidden_layers": 8, "vocab_size": 512, "max_position_embeddings": LEN}
 
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A model of eight layers without weights: nothing here loads any."""
     folder = tmp_path_factory.mktemp("model")
-    layers = {"num_hidden_layers": 4, "num_attention_heads": 1, "num_key_value_heads": 1}
-    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": LEN}
-    LlamaConfig(architectures=["LlamaForCausalLM"], **layers, **sizes).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
 
 
 @pytest.fixture
-def make(folder, monkeypatch):
-    """A scheduler as an engine on CUDA makes it, asynchronous or not. blocks: of its KV cache."""
-    import torch
+def configured(folder):
+    """Make the configuration of an engine with this speculative_config, and other arguments of vLLM's."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
 
     from selfspec_cli.vllm_plugin import register
 
     register()
 
+    def config(spec=None, **arguments):
+        usual = {"model": str(folder), "skip_tokenizer_init": True, "dtype": "float32", "served_model_name": "tiny"}
+        return EngineArgs(speculative_config=spec, **usual | arguments).create_engine_config()
+
+    return config
+
+
+@pytest.fixture
+def make(configured, monkeypatch):
+    """A scheduler as an engine on CUDA makes it, asynchronous or not. blocks: of its KV cache."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    limits = {"max_num_seqs": MOST, "max_model_len": LEN, "max_num_batched_tokens": 64, "block_size": BLOCK}
+
     def scheduler(asynchronous=True, blocks=1000, log_stats=False, **spec):
         spec = {"method": "layer_skip", "layer_skip": 1, "num_speculative_tokens": K, **spec}
-        limits = {"max_num_seqs": MOST, "max_model_len": LEN, "max_num_batched_tokens": 64, "block_size": BLOCK}
-        plain = {"skip_tokenizer_init": True, "dtype": "float32", "enable_prefix_caching": False}
-        config = EngineArgs(str(folder), speculative_config=spec, **limits, **plain).create_engine_config()
+        config = configured(spec, enable_prefix_caching=False, **limits)
         config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = blocks
         group = KVCacheGroupSpec(

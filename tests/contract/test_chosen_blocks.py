@@ -13,8 +13,6 @@ from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, chosen_blocks, only
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
-pytestmark = pytest.mark.contract
-
 BLOCKS = Context("blocks", (256,))
 SIZE, COLUMNS, HEADS, SHARED, DIM = 32, 7, 2, 3, 64
 
@@ -35,12 +33,6 @@ class CpuLayer:
         tokens = self.keys.transpose(1, 2).reshape(-1, HEADS, DIM)
         slots = torch.arange(count * SIZE)
         self.impl.do_kv_cache_update(self, tokens, -tokens, self.kv_cache, slots)
-
-
-def blocks_of(layer: CpuLayer, tokens: int) -> Blocks:
-    made = Blocks(tokens)
-    made.layer = layer  # type: ignore[assignment]
-    return made
 
 
 def expected(layer: CpuLayer, queries: torch.Tensor, lengths: list[int], tokens: int) -> list[list[int]]:
@@ -71,8 +63,8 @@ def test_blocks_with_the_greatest_attention_are_kept_with_the_first_and_the_last
     lie in the cache as vLLM's own kernel for CPUs puts them there."""
     layer, lengths = CpuLayer(isa, dtype), [2, 70, 161, COLUMNS * SIZE]
     queries = torch.randn(4, HEADS * SHARED, DIM, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
-    made = blocks_of(layer, tokens)
-    made.queries = queries
+    made = Blocks(tokens)
+    made.layer, made.queries = layer, queries
     short, left_out = made.shortened(layer.table, torch.tensor(lengths), SIZE)
     assert short.shape == layer.table.shape and short.dtype == torch.int32
     for row, columns in enumerate(expected(layer, queries, lengths, tokens)):
@@ -98,21 +90,6 @@ def test_columns_into_which_drafts_are_written_follow_the_newest_block():
     assert only(table, kept)[0, :6].tolist() == [10, 13, 17, 18, 19, 0]
 
 
-def group(**more: object) -> SimpleNamespace:
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    return SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, **more)
-
-
-def engine(layers: dict[str, object], max_model_len: int = 32768) -> SimpleNamespace:
-    """vLLM's configuration, as far as it is asked."""
-    return SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
-        device_config=SimpleNamespace(device=torch.device("cpu")),
-        model_config=SimpleNamespace(dtype=torch.float32, max_model_len=max_model_len),
-    )
-
-
 def layer(backend: str = "FLASH_ATTN", **more: object) -> SimpleNamespace:
     def forward(own, query, key):
         return ("attended", own, query, key)
@@ -127,7 +104,16 @@ def layer(backend: str = "FLASH_ATTN", **more: object) -> SimpleNamespace:
 
 
 def kernel(layers: dict[str, object], context: Context = BLOCKS, measures: bool = True, max_model_len: int = 32768):
-    return kernel_for(context, [group()], {"b", "d", "c", "a"}, engine(layers, max_model_len), measures)
+    """The kernel of a context, in an engine with these layers, of which a to d draft."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    group = SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec)
+    engine = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+        device_config=SimpleNamespace(device=torch.device("cpu")),
+        model_config=SimpleNamespace(dtype=torch.float32, max_model_len=max_model_len),
+    )
+    return kernel_for(context, [group], {"b", "d", "c", "a"}, engine, measures)
 
 
 def test_one_layer_three_quarters_of_the_way_through_those_that_draft_keeps_its_queries():
@@ -174,11 +160,8 @@ def test_auto_chooses_blocks_where_it_is_known_what_reading_the_context_takes():
 def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
     """Rows with rejected drafts, with none, and inside a prefill, where no token was sampled."""
 
-    class Stop(Exception):
-        pass
-
     def stop(*_: object) -> None:
-        raise Stop
+        raise InterruptedError
 
     passed: list[list[int]] = []
     context = SimpleNamespace(begin=lambda ends, rejected: passed.append((ends - 1 - rejected).tolist()))
@@ -197,7 +180,7 @@ def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
     )
     common = SimpleNamespace(query_start_loc=torch.tensor([0, 4, 7, 15, 15]))
     for _ in range(2):
-        with pytest.raises(Stop):
+        with pytest.raises(InterruptedError):
             _EarlyExit.propose(proposer, 3, sampling_metadata=None, common_attn_metadata=common)
         proposer._sampled, proposer._verified = [[5], [7], []], None  # a step without drafts
     assert passed == [[0, 6, 14], [3, 6, 14]]

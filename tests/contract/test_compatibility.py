@@ -1,15 +1,12 @@
 """The tables of docs/limits.md (what early exit works with), the refusals and the tests are in step.
 
 The page says what works, and compatibility.toml names the test; what we refuse is refused here. A row is named by the
-beginning of its first cell.
-
-python tests/contract/test_compatibility.py      writes the tables of architectures and of fields into docs/limits.md"""
+beginning of its first cell."""
 
 import ast
 import dataclasses
 import inspect
 import json
-import re
 import runpy
 import tomllib
 from collections.abc import Callable
@@ -30,11 +27,10 @@ from selfspec_cli.record import archive
 from selfspec_cli.vllm_plugin import refusals, spec_config
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks
 
-pytestmark = pytest.mark.contract
-
 REPO = Path(__file__).parents[2]
 PAGE = REPO / "docs" / "limits.md"
 REFUSED, BY_VLLM = "Refused", "by vLLM"
+ASKED = runpy.run_path(str(REPO / "tests" / "engine" / "request_fields.py"))
 SHOWN = tomllib.loads((Path(__file__).parent / "compatibility.toml").read_text(encoding="utf-8"))
 
 
@@ -253,105 +249,7 @@ def message(refuse) -> str:
     return str(refused.value)
 
 
-# ---- the generated tables: architectures, from what tests/engine/architectures.py wrote, and fields of a request
-
-
-ENGINE = REPO / "tests" / "engine"
-ASKED = runpy.run_path(str(ENGINE / "request_fields.py"))
-RAN = ("works", "refused", "wrong", "fails")
-"""Verdicts on architectures that the plain engine runs."""
-
-ARCHITECTURES_PART = """
-### Architectures
-
-Decoder-only architectures of vLLM's registry as tiny models of random weights on a CPU
-(`tests/engine/architectures.py`): {asked} of {known} were asked, {made} of them can be made with transformers, and a
-plain vLLM runs {ran} of these. With {works} of the {ran} early exit works: greedy output is the plain engine's, drafts
-were made and some were accepted.
-
-| what happens | with |
-|---|---|
-"""
-
-WORDS = {
-    "works": "works",
-    "refused": "refused",
-    "wrong": "another output than the plain engine's",
-    "fails": "fails",
-    "vllm": "a plain vLLM did not run the tiny model here",
-    "no model": "transformers made no tiny model",
-    "not asked": "not asked yet",
-}
-
-
-def architectures() -> str:
-    """The part of the page; of two lines with one name the later one counts."""
-    lines = [json.loads(text) for text in (ENGINE / "architectures.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = sorted({one["name"]: one for one in lines}.values(), key=lambda one: one["name"])
-    asked = [one for one in found if one["verdict"] != "not asked"]
-    works = [one for one in asked if one["verdict"] == "works"]
-    ran = [one for one in asked if one["verdict"] in RAN]
-    made = [one for one in asked if one["verdict"] != "no model"]
-    counts = {"known": found, "asked": asked, "made": made, "ran": ran, "works": works}
-    rows: dict[str, list[str]] = {}
-    for one in sorted(found, key=lambda one: list(WORDS).index(one["verdict"])):
-        rows.setdefault(_what(one), []).append(one["name"])
-    parts = [ARCHITECTURES_PART.format(**{name: len(ones) for name, ones in counts.items()})]
-    return "".join([*parts, *(f"| {what} | {', '.join(names)} |\n" for what, names in rows.items())])
-
-
-def _what(one: dict[str, Any]) -> str:
-    """What happens with an architecture: on which of vLLM's models it works, and why we refuse it."""
-    text = WORDS[one["verdict"]]
-    if one["verdict"] == "works" and one["served_by"].startswith("Transformers"):
-        return f"{text}, on vLLM's Transformers backend"
-    return f"{text}: {_why(one)}" if one["verdict"] in ("refused", "fails") else text
-
-
-def _why(one: dict[str, Any]) -> str:
-    """The first part of the reason; of our refusals without the model's place."""
-    text = one["reason"]
-    if one["verdict"] == "refused":
-        text = text.partition("is not supported with early exit")[2].lstrip(": ") or text
-    return re.split("[;,] ", text)[0].replace("|", "\\|")[:200]
-
-
-FIELDS_PART = """
-### Fields of a request
-
-Fields of vLLM's SamplingParams, in one batch with all others: with drafts, without any by load (a table of lengths) and
-by request (`selfspec_k` 0). "yes": each time the answer, with its log-probabilities, is a plain engine's.
-`temperature`, `top_p`, `top_k` and `min_p` were asked for so that one token is left; for the distribution see
-`tests/engine/test_sampling.py` and `tests/engine/v2/test_v2_sampling.py`.
-
-| field | V1, on a CPU | V2, in Triton's interpreter | what to know |
-|---|---|---|---|
-"""
-
-
-def fields() -> str:
-    """The part of the page."""
-    rows = dict.fromkeys(ASKED["FIELDS"], ("yes", "yes")) | dict.fromkeys(ASKED["REFUSED"], ("refused", "refused"))
-    rows |= dict.fromkeys(ASKED["V2_FIELDS"], ("refused", "yes"))
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for name in sorted(rows):
-        alike.setdefault((*rows[name], ASKED["NOTES"].get(name, "")), []).append(name)
-    return FIELDS_PART + "".join(f"| {', '.join(names)} | {' | '.join(said)} |\n" for said, names in alike.items())
-
-
-def with_tables(text: str) -> str:
-    """The page with the tables that are generated written anew."""
-    for part in (architectures(), fields()):
-        heading = part.strip().splitlines()[0]
-        text = re.sub(
-            rf"\n{heading}\n.*?(?=\n### )", lambda _, part=part: part.rstrip("\n") + "\n", text, flags=re.DOTALL
-        )
-    return text
-
-
-def test_the_page_has_the_tables_of_architectures_and_fields():
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == with_tables(text), "run: python tests/contract/test_compatibility.py"
+# ---- the fields of a request, of which docs/generate/limits_tables.py writes a table
 
 
 def test_every_field_of_a_request_is_in_its_table():
@@ -360,7 +258,3 @@ def test_every_field_of_a_request_is_in_its_table():
     assert set(ASKED["NOTES"]) <= theirs
     assert set(ASKED["REFUSED"]) <= set(ASKED["NOTES"]), "what is refused has its reason"
     assert set(ASKED["V2_FIELDS"]) <= set(ASKED["REFUSED"])
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -4,9 +4,7 @@ import logging
 import pickle
 from types import SimpleNamespace
 
-import pytest
 from prometheus_client import REGISTRY
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
@@ -14,26 +12,11 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, CARRIER, PREFIX, attach, take_out
-
-pytestmark = pytest.mark.contract
 
 K = 3
 TOTALS = {"rounds": 5, "steps": 9, "gate_ended": 2, "nan_logits": 0, "off.load": 4, "in_force": 2}
 TOTALS |= {"length_histogram.1": 2, "position_histogram.0": 7}
-
-
-@pytest.fixture
-def config(folder):
-    """The configuration of an engine with early exit, and of a plain one."""
-    register()
-
-    def made(spec):
-        words = {"skip_tokenizer_init": True, "dtype": "float32", "served_model_name": "tiny"}
-        return EngineArgs(str(folder), speculative_config=spec, **words).create_engine_config()
-
-    return made
 
 
 EARLY_EXIT = {"method": "layer_skip", "layer_skip": 1, "num_speculative_tokens": K}
@@ -62,11 +45,11 @@ def watched(record, seen):
     return noting
 
 
-def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_nothing_of_ours(config):
-    manager = StatLoggerManager(config(EARLY_EXIT))
+def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_nothing_of_ours(configured):
+    manager = StatLoggerManager(configured(EARLY_EXIT))
     at_first = shown()
     assert at_first["draft_length",] == K
-    assert at_first["draft_cost",] == (1 + 1) / 4
+    assert at_first["draft_cost",] == (1 + 1) / 8
     assert {name for name, number in at_first.items() if number} == {("draft_length",), ("draft_cost",)}
     reasons = {name[1] for name in at_first if name[0] == "rounds_without_drafts_total"}
     assert reasons == {"load", "context", "request", "cost"}
@@ -92,9 +75,9 @@ def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_not
     assert grown["rounds_without_drafts_total", "load"] == 8
     assert grown["draft_length",] == 2
 
-    again = StatLoggerManager(config(EARLY_EXIT))  # another engine in the same process begins anew
+    again = StatLoggerManager(configured(EARLY_EXIT))  # another engine in the same process begins anew
     assert shown() == at_first
-    plain = StatLoggerManager(config(None))
+    plain = StatLoggerManager(configured(None))
     assert not shown()
     kinds = [type(one) for one in plain.stat_loggers]
     assert len(again.stat_loggers) == len(kinds) + 1
@@ -111,20 +94,10 @@ def test_the_numbers_survive_the_way_between_two_processes():
     assert arrived.num_running_reqs == 2
 
 
-class Drafter:
-    """Its counters, as a step leaves them."""
-
-    def __init__(self, totals):
-        self.counters = SimpleNamespace(landed=lambda: totals)
-
-
-def runner(answer, drafter):
-    return SimpleNamespace(drafter=drafter, sample_tokens=lambda grammar: answer)
-
-
 def test_a_model_runner_lays_its_totals_on_what_goes_to_the_scheduler_also_while_the_step_is_under_way():
     def step(answer, totals):
-        return attach(lambda self, grammar: answer)(runner(answer, Drafter(totals)), None)
+        drafter = SimpleNamespace(counters=SimpleNamespace(landed=lambda: totals))
+        return attach(lambda self, grammar: answer)(SimpleNamespace(drafter=drafter), None)
 
     totals = {"rounds": 3, "off": {"load": 1}, "length_histogram": [0, 2], "active_histogram": [0, 1], "seconds": 0.5}
     wanted = {"rounds": 3, "off.load": 1, "length_histogram.0": 0, "length_histogram.1": 2}
@@ -141,14 +114,14 @@ def test_a_model_runner_lays_its_totals_on_what_goes_to_the_scheduler_also_while
     assert bare(SimpleNamespace(drafter=object(), speculator=None), None) is output
 
 
-def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(config, monkeypatch):
+def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(configured, monkeypatch):
     """What a request's own text brought speaks for no copy, and early layers may be as weak as that."""
     lines: list[str] = []
     monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lines.append)
 
     def found(spec, *steps, v2=False):
         """Warnings about copies. steps: of each number of steps, what was accepted in one, copied tokens included."""
-        manager = StatLoggerManager(config({"method": "layer_skip", "num_speculative_tokens": K, **spec}))
+        manager = StatLoggerManager(configured({"method": "layer_skip", "num_speculative_tokens": K, **spec}))
         manager.stat_loggers[0]._counts_by_position = v2
         lines.clear()
         for number, accepted in steps:
@@ -161,7 +134,7 @@ def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(confi
                 manager.record(SchedulerStats(spec_decoding_stats=verdicts, **{CARRIER: travelling}), None)
         return [line for line in lines if "seem broken" in line]
 
-    copies = {"layer_skip": 4, "draft_weights": "fp8"}
+    copies = {"layer_skip": 8, "draft_weights": "fp8"}
     assert not found(copies, (3, 5))
     assert shown()["broken_drafts_total",] == 0
     for steps in (4, 1000):
@@ -175,5 +148,5 @@ def test_copies_of_which_hardly_a_token_is_accepted_are_called_broken_once(confi
     assert warning.startswith("only 20 tokens of 1024 drafts")
     assert len(found(copies, (4, 5), v2=True)) == 1
     assert not found(copies, (1000, 6), v2=True)
-    for weak in ({"layer_skip": 1}, {"layer_skip": 3, "draft_weights": "fp8"}):
+    for weak in ({"layer_skip": 1}, {"layer_skip": 7, "draft_weights": "fp8"}):
         assert not found(weak, (1000, 5))

@@ -14,9 +14,7 @@ import pytest
 
 from selfspec_cli.vllm_plugin import compat, detection, patches, register, releases
 from selfspec_cli.vllm_plugin.patches import Patch
-from selfspec_cli.vllm_plugin.releases import DISTRIBUTIONS, SUPPORTED, Release, admission
-
-pytestmark = pytest.mark.contract
+from selfspec_cli.vllm_plugin.releases import DISTRIBUTIONS, SUPPORTED, admission
 
 TARGETS = [patch.target for patch in patches.PATCHES]
 EARLY_EXIT = {"method": "layer_skip", "layer_skip": 2}
@@ -121,10 +119,10 @@ MOVED = [
 
 @pytest.mark.parametrize("number", ["0.31.9", "0.33.1", "1.0.0"])
 def test_beside_a_vllm_that_moved_only_a_request_for_early_exit_is_answered(
-    engine_args, version, caplog, number, moved
+    engine_args, version, caplog, number, monkeypatch
 ):
     version(number)
-    moved(None, MOVED)
+    monkeypatch.setattr(admission, "compared", lambda *_: (None, MOVED))
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
         register()
         register()
@@ -150,25 +148,15 @@ def test_beside_a_vllm_that_moved_only_a_request_for_early_exit_is_answered(
             assert words in str(refused.value)
 
 
-@pytest.fixture
-def moved(monkeypatch):
-    """What the comparison of an untried release finds."""
-
-    def say(agrees: Release | None, lines: list[str]) -> None:
-        monkeypatch.setattr(admission, "compared", lambda version, supported: (agrees, lines))
-
-    return say
-
-
 def test_a_vllm_that_moved_nothing_is_prepared_when_early_exit_is_asked_for(
-    scratch, engine_args, version, moved, caplog, monkeypatch
+    scratch, engine_args, version, caplog, monkeypatch
 ):
     """One warning, and nothing is replaced before; the processes that an engine starts know of it."""
     patch = Patch("selfspec_scratch:target", "selfspec_scratch:wrap", "config", "it is there")
     monkeypatch.setattr(compat, "PATCHES", (patch,))
     untouched = engine_args.create_engine_config
     version("0.33.1+cu130")
-    moved(SUPPORTED[-1], [])
+    monkeypatch.setattr(admission, "compared", lambda *_: (SUPPORTED[-1], []))
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
         register()
         assert engine_args().create_engine_config()[0] == "vLLM's own"

@@ -14,8 +14,6 @@ from selfspec_cli.record.quality import PARTS
 from selfspec_cli.stages.profile import PART_OF, PREFIX, breakdown
 from selfspec_cli.vllm_plugin.observe import profiler
 
-pytestmark = pytest.mark.contract
-
 
 class Model:
     def compute_logits(self, x):

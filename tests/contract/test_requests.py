@@ -29,8 +29,6 @@ from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 from selfspec_cli.vllm_plugin.v2 import speculator
 from selfspec_cli.vllm_plugin.v2.round_setup import Ending
 
-pytestmark = pytest.mark.contract
-
 
 def drafting(**spec):
     """The speculative configuration of an engine with early exit, as far as requests are checked against it."""
@@ -47,13 +45,13 @@ def verify(extra_args, **spec):
     assert asked, "vLLM's own check comes too"
 
 
-@pytest.mark.parametrize("fine", [None, {}, {"theirs": 1}, {"selfspec_k": 0}, {"selfspec_k": 4, "theirs": [1]}])
-def test_what_can_be_had_passes(fine):
-    verify(fine)
-
-
-@pytest.mark.parametrize(("extra_args", "readings"), [(None, 0), ({}, 0), ({"selfspec_k": 4}, 1)])
-def test_the_engines_settings_are_read_only_for_a_request_that_may_ask_for_others(extra_args, readings, monkeypatch):
+@pytest.mark.parametrize(
+    ("extra_args", "readings"),
+    [(None, 0), ({}, 0), ({"theirs": 1}, 1), ({"selfspec_k": 0}, 1), ({"selfspec_k": 4, "theirs": [1]}, 1)],
+)
+def test_what_can_be_had_passes_and_settings_are_read_only_for_a_request_that_may_ask(
+    extra_args, readings, monkeypatch
+):
     """To read them takes longer than all that vLLM does with a request before it hands it to the engine."""
     read, from_dict = [], ResolvedSettings.from_dict
     monkeypatch.setattr(ResolvedSettings, "from_dict", lambda data: read.append(data) or from_dict(data))
@@ -116,12 +114,6 @@ def test_input_that_streams_in_is_refused_with_early_exit_alone():
     assert asyncio.run(ask(engine, "name", "a whole prompt", None)) == "name"
     with pytest.raises(VLLMValidationError, match="send each turn as a request of its own"):
         asyncio.run(ask(engine, request_id="name", prompt=stream, params=None))
-
-
-def test_an_engine_without_early_exit_reads_nothing():
-    check = check_requests(lambda self, *arguments: "vLLM's answer")
-    for plain in (None, SimpleNamespace(method="ngram")):
-        assert check(SamplingParams(extra_args={"selfspec_k": "x"}), None, plain, None, None) == "vLLM's answer"
 
 
 def test_where_a_request_ends_is_read_from_vllms_own_parameters():
@@ -240,14 +232,13 @@ def test_a_window_is_refused_if_any_layer_of_a_kv_cache_group_has_one_of_its_own
         refuse_context(Context("window", (64,)), groups)
 
 
-def config_of(length: int) -> SimpleNamespace:
-    return SimpleNamespace(model_config=SimpleNamespace(max_model_len=length))
+OF_100 = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100))
 
 
 def test_the_v1_proposer_drafts_up_to_the_context_that_the_kv_cache_was_made_for():
     """`max_model_len=auto`: the worker learns the shorter context after the proposer was made and loaded."""
     proposer = SimpleNamespace(
-        vllm_config=config_of(100),
+        vllm_config=OF_100,
         max_model_len=4096,
         num_speculative_tokens=5,
         _find_groups=lambda: None,
@@ -261,7 +252,7 @@ def test_the_v1_proposer_drafts_up_to_the_context_that_the_kv_cache_was_made_for
 def test_the_v2_speculator_drafts_up_to_the_context_that_the_kv_cache_was_made_for():
     """vLLM 0.32 keeps the length that the speculator was made with; its slots would be of other requests."""
     ours = SimpleNamespace(
-        vllm_config=config_of(100),
+        vllm_config=OF_100,
         max_model_len=4096,
         _find_groups=lambda: None,
         state=SimpleNamespace(max_model_len=4096),

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import logging
 import pickle
 from types import SimpleNamespace
@@ -15,16 +14,13 @@ from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3Rotary
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.v1.attention.backends import flash_attn
 
-from selfspec_cli.vllm_plugin import compile_cache, register
+from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.attention.drafting import is_plain, on_one_query
 from selfspec_cli.vllm_plugin.attention.one_query import fits
 from selfspec_cli.vllm_plugin.fused_step import models
 from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
 from selfspec_cli.vllm_plugin.weights.copied import _unpacked_experts
 from selfspec_cli.vllm_plugin.weights.shared import without_adapters
-from tests.contract.test_spec_config import CONFIG
-
-pytestmark = pytest.mark.contract
 
 
 class Model(nn.Module):
@@ -121,7 +117,7 @@ def test_the_log_says_once_what_runs_instead(monkeypatch, caplog):
 HEADS, DIM, PAGE = 2, 64, 16
 
 
-def attention(backend="FLASH_ATTN", head_size=DIM, impl=None, **changes):
+def attention(backend="FLASH_ATTN", head_size=DIM, impl=None, sinks=None, **changes):
     """As far as `is_plain` looks at one of vLLM's layers, around FlashAttention itself."""
     made = flash_attn.FlashAttentionImpl(
         4,
@@ -130,6 +126,7 @@ def attention(backend="FLASH_ATTN", head_size=DIM, impl=None, **changes):
         HEADS,
         **{"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **(impl or {})},
     )
+    made.sinks = sinks
     own = {
         "attn_backend": SimpleNamespace(get_name=lambda: backend),
         "attn_type": flash_attn.AttentionType.DECODER,
@@ -159,16 +156,11 @@ def test_attention_to_the_whole_context_is_plain():
         {"impl": {"sliding_window": 128}},
         {"impl": {"logits_soft_cap": 30.0}},
         {"impl": {"alibi_slopes": [0.5] * 4}},
+        {"sinks": torch.zeros(4)},
     ],
 )
 def test_anything_else_stays_vllms(changes):
     assert not is_plain(attention(**changes))
-
-
-def test_attention_sinks_stay_vllms():
-    layer = attention()
-    layer.impl.sinks = torch.zeros(4)
-    assert not is_plain(layer)
 
 
 def test_no_layer_is_replaced_on_a_cpu():
@@ -201,19 +193,14 @@ def test_a_cache_of_another_form_does_not_fit():
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(configured):
     """The configuration of an engine as a worker gets it, on a device that captures graphs."""
     from vllm.config import CUDAGraphMode
-    from vllm.engine.arg_utils import EngineArgs
-
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
     def of(sizes=None, **spec):
-        register()
-        speculative = {"method": "layer_skip", "num_speculative_tokens": 3, **spec} if spec else None
-        made = EngineArgs(
-            model=str(tmp_path), skip_tokenizer_init=True, max_num_seqs=16, speculative_config=speculative
-        ).create_engine_config()
+        made = configured(
+            {"method": "layer_skip", "num_speculative_tokens": 3, **spec} if spec else None, max_num_seqs=16
+        )
         chosen = made.compilation_config
         chosen.cudagraph_mode, chosen.cudagraph_capture_sizes = CUDAGraphMode.FULL, sizes
         chosen.max_cudagraph_capture_size = None

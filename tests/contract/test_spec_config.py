@@ -40,25 +40,6 @@ from selfspec_cli.vllm_plugin import compile_cache, register, target_facts, vllm
 from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
 from selfspec_cli.vllm_plugin.target_facts import bits_of, linear_parameters
 
-pytestmark = pytest.mark.contract
-
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
-CONFIG |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-CONFIG |= {"num_hidden_layers": 8, "vocab_size": 512, "max_position_embeddings": 256}
-
-
-@pytest.fixture
-def path(tmp_path):
-    """A model without weights: nothing here loads any."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return str(tmp_path)
-
-
-@pytest.fixture
-def arguments():
-    register()
-    return AsyncEngineArgs
-
 
 @pytest.fixture
 def said(monkeypatch):
@@ -71,47 +52,49 @@ def said(monkeypatch):
     return SimpleNamespace(**lines)
 
 
-def parsed(arguments, *words):
-    parser = arguments.add_cli_args(FlexibleArgumentParser())
-    return arguments.from_cli_args(parser.parse_args(["--skip-tokenizer-init", *words]))
+def parsed(folder, *words):
+    """What vLLM's command line makes of these words."""
+    register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--skip-tokenizer-init", "--model", str(folder), *words]))
 
 
-def test_a_second_engine_from_the_same_arguments_drafts_early_too(arguments, path):
+def test_a_second_engine_from_the_same_arguments_drafts_early_too(folder):
     """Before, the second call found vLLM's own draft_model in them, with the whole target as its draft."""
     spec = {"method": "layer_skip", "layer_skip": 2, "gate": "maxp"}
-    args = arguments(model=path, skip_tokenizer_init=True, speculative_config=dict(spec))
+    register()
+    args = EngineArgs(str(folder), skip_tokenizer_init=True, speculative_config=dict(spec))
     settings = [settings_of(args.create_engine_config()) for _ in range(2)]
     assert settings[0] == settings[1]
     assert settings[0].layer == 2
     assert args.speculative_config == spec
 
 
-def test_layer_skip_of_0_is_an_engine_without_speculation(arguments, path, said):
+def test_layer_skip_of_0_is_an_engine_without_speculation(folder, said):
     spec = {"method": "layer_skip", "layer_skip": 0, "num_speculative_tokens": 3}
-    args = arguments(model=path, skip_tokenizer_init=True, speculative_config=dict(spec))
+    register()
+    args = EngineArgs(str(folder), skip_tokenizer_init=True, speculative_config=dict(spec))
     config = args.create_engine_config()
     assert config.speculative_config is None
     assert settings_of(config) is None
     assert args.speculative_config == spec
     assert said.warning == ["layer_skip = 0: early exit is off, the engine runs plain vLLM"]
-    args = parsed(arguments, "--model", path, "--spec-method", "layer_skip", "-sc", '{"layer-skip": 0}')
+    args = parsed(folder, "--spec-method", "layer_skip", "-sc", '{"layer-skip": 0}')
     assert args.create_engine_config().speculative_config is None
 
 
-def test_a_gate_on_a_head_without_a_scale_is_warned_of(arguments, path, tmp_path, said):
+def test_a_gate_on_a_head_without_a_scale_is_warned_of(configured, tmp_path, said):
     head, metadata = ExitHead("lsq", {"weight": torch.zeros(512, 64)}), HeadMetadata("lsq", 2, 64, 512)
     file = str(save_head(tmp_path / "heads" / "layer2_lsq.safetensors", head, metadata))
     for gate, expected in (("maxp", 1), ("none", 0)):
-        spec = {"method": "layer_skip", "layer_skip": 2, "gate": gate, "head_path": file}
         said.warning.clear()
-        arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
+        configured({"method": "layer_skip", "layer_skip": 2, "gate": gate, "head_path": file})
         assert sum("reads a distribution" in line for line in said.warning) == expected
 
 
-def test_a_strict_engine_refuses_what_another_warns_of(arguments, path):
+def test_a_strict_engine_refuses_what_another_warns_of(configured):
     def start(**more):
-        spec = {"method": "layer_skip", "layer_skip": 2, "gate": "maxp", "tau": 0.0, **more}
-        return arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
+        return configured({"method": "layer_skip", "layer_skip": 2, "gate": "maxp", "tau": 0.0, **more})
 
     with pytest.raises(SettingsError, match="strict = True, and early exit warns: gate 'maxp' with tau = 0 never"):
         start(strict=True)
@@ -120,20 +103,17 @@ def test_a_strict_engine_refuses_what_another_warns_of(arguments, path):
     start()  # the one before it was strict
 
 
-def test_the_draft_is_configured_as_its_target_is(arguments, path, tmp_path):
+def test_the_draft_is_configured_as_its_target_is(configured, tmp_path):
     (tmp_path / "tokenizer").mkdir()
     overrides = {"num_hidden_layers": 6, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}
-    args = arguments(
-        model=path,
-        skip_tokenizer_init=True,
+    config = configured(
+        {"method": "layer_skip"},
         hf_overrides=overrides,
         revision="abc",
         code_revision="def",
         tokenizer=str(tmp_path / "tokenizer"),
         trust_remote_code=True,
-        speculative_config={"method": "layer_skip"},
     )
-    config = args.create_engine_config()
     target, draft = config.model_config, config.speculative_config.draft_model_config
     assert (settings_of(config).layer, settings_of(config).draft_weights) == (6, "int4")  # copies of all layers
     assert draft.hf_config.to_dict() == target.hf_config.to_dict()
@@ -144,72 +124,66 @@ def test_the_draft_is_configured_as_its_target_is(arguments, path, tmp_path):
     pickle.dumps(config)  # it travels to the workers
 
 
-def test_the_options_of_vllms_command_line_are_understood(arguments, path):
-    args = parsed(arguments, "--model", path, "--spec-method", "layer_skip", "--spec-tokens", "3")
+def test_the_options_of_vllms_command_line_are_understood(folder):
+    args = parsed(folder, "--spec-method", "layer_skip", "--spec-tokens", "3")
     for config in (args.create_engine_config(), args.create_engine_config()):
         assert settings_of(config).k == config.speculative_config.num_speculative_tokens == 3
     more = '{"gate": "maxp", "tau": 0.2}'
-    args = parsed(arguments, "--model", path, "--spec-method", "layer_skip", "--speculative-config", more)
+    args = parsed(folder, "--spec-method", "layer_skip", "--speculative-config", more)
     assert settings_of(args.create_engine_config()).threshold == 0.2
 
 
-def test_one_setting_in_two_places_is_refused(arguments, path):
+def test_one_setting_in_two_places_is_refused(folder):
     spec = '{"method": "layer_skip", "num_speculative_tokens": 4}'
-    args = parsed(arguments, "--model", path, "--speculative-config", spec, "--spec-tokens", "3")
+    args = parsed(folder, "--speculative-config", spec, "--spec-tokens", "3")
     with pytest.raises(SettingsError, match=r"num_speculative_tokens = 4 .* 3 by an option"):
         args.create_engine_config()
-    args = parsed(arguments, "--model", path, "--spec-method", "layer_skip", "--spec-model", "other")
+    args = parsed(folder, "--spec-method", "layer_skip", "--spec-model", "other")
     with pytest.raises(SettingsError, match="model = 'other' has no meaning"):
         args.create_engine_config()
 
 
-def test_vllms_own_settings_still_work(arguments, path):
+def test_vllms_own_settings_still_work(configured):
     """Keys that are vLLM's, dashes instead of underscores, and the defaults: copies of all layers, twelve tokens."""
-    spec = {"method": "layer_skip", "draft-sample-method": "probabilistic"}
-    config = arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
+    config = configured({"method": "layer_skip", "draft-sample-method": "probabilistic"})
     settings = settings_of(config)
-    assert settings is not None
-    assert (settings.layer, settings.k) == (CONFIG["num_hidden_layers"], 12)
+    assert (settings.layer, settings.k) == (8, 12)
     assert config.speculative_config.draft_sample_method == settings.draft_sample_method == "probabilistic"
     assert config.speculative_config.num_speculative_tokens == settings.width
 
 
-def test_an_engine_without_our_method_has_none_of_our_settings(arguments, path):
-    config = arguments(model=path, skip_tokenizer_init=True).create_engine_config()
+def test_an_engine_without_our_method_has_none_of_our_settings(configured):
+    config = configured()
     assert settings_of(config) is None
     assert collects(config) == ()
     assert not config.parallel_config.worker_extension_cls
     assert "selfspec" not in str(config.additional_config)
 
 
-def test_a_model_that_drafts_would_spoil_is_refused(arguments, path, monkeypatch):
+def test_a_model_that_drafts_would_spoil_is_refused(configured, monkeypatch):
     monkeypatch.setattr(ModelConfig, "is_hybrid", property(lambda self: True))
     with pytest.raises(SettingsError, match="recurrent state"):
-        arguments(
-            model=path, skip_tokenizer_init=True, speculative_config={"method": "layer_skip"}
-        ).create_engine_config()
+        configured({"method": "layer_skip"})
 
 
 MTP_LAYER = {"num_nextn_predict_layers": 1, "architectures": ["MiMoForCausalLM"]}
 
 
 @pytest.mark.parametrize(("name", "changes"), [("eagle-like", {}), ("llama", MTP_LAYER)], ids=["name", "architecture"])
-def test_a_model_that_vllm_takes_for_another_draft_is_its_own(arguments, tmp_path, name, changes):
+def test_a_model_that_vllm_takes_for_another_draft_is_its_own(configured, folder, tmp_path, name, changes):
     """vLLM guesses a draft's method from its name (EAGLE) and its architecture (MTP), whatever method was given."""
-    folder = tmp_path / name
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    args = arguments(model=str(folder), skip_tokenizer_init=True, speculative_config={"method": "layer_skip"})
-    config = args.create_engine_config()
+    other = tmp_path / name
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
+    config = configured({"method": "layer_skip"}, model=str(other))
     spec = config.speculative_config
     assert spec.method == "draft_model" and spec.uses_draft_model() and not spec.use_eagle()
     assert spec.draft_model_config.architectures == config.model_config.architectures
     assert spec.num_speculative_tokens == settings_of(config).k
 
 
-def test_other_methods_stay_vllms(arguments, path):
-    args = parsed(arguments, "--model", path, "--spec-method", "ngram", "--spec-tokens", "3")
-    config = args.create_engine_config()
+def test_other_methods_stay_vllms(configured):
+    config = configured({"method": "ngram", "num_speculative_tokens": 3})
     assert settings_of(config) is None
     assert config.speculative_config.method == "ngram"
 
@@ -222,9 +196,8 @@ def test_other_methods_stay_vllms(arguments, path):
         ({"draft_weights": "none", "free_drafts": 6}, "drafting by prompt lookup of up to 6 tokens alone, no gate"),
     ],
 )
-def test_the_log_says_what_the_engine_does_and_no_draft_model(arguments, path, said, more, words):
-    spec = {"method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 4, **more}
-    config = arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
+def test_the_log_says_what_the_engine_does_and_no_draft_model(configured, said, more, words):
+    config = configured({"method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 4, **more})
     assert sum(words in line for line in said.info) == 1
     travelled = pickle.loads(pickle.dumps(config))
     for one in (config, copy.deepcopy(config), travelled):
@@ -233,21 +206,19 @@ def test_the_log_says_what_the_engine_does_and_no_draft_model(arguments, path, s
     assert settings_of(travelled) == settings_of(config)
 
 
-def test_skip_says_that_its_output_is_another(arguments, path, said):
-    args = arguments(model=path, skip_tokenizer_init=True, speculative_config={"method": "skip", "layer_skip": 2})
-    args.create_engine_config()
+def test_skip_says_that_its_output_is_another(configured, said):
+    configured({"method": "skip", "layer_skip": 2})
     assert any("decoding with layers 0 to 1 of 8 alone, without verification" in line for line in said.info)
 
 
-def test_only_early_exit_on_a_cpu_leaves_the_artifacts_out(arguments, path, monkeypatch):
+def test_only_early_exit_on_a_cpu_leaves_the_artifacts_out(configured, monkeypatch):
     monkeypatch.delenv(compile_cache.VARIABLE, raising=False)
-    args = {"model": path, "skip_tokenizer_init": True}
-    arguments(**args).create_engine_config()
+    configured()
     assert compile_cache.VARIABLE not in os.environ
-    arguments(**args, speculative_config={"method": "layer_skip"}).create_engine_config()
+    configured({"method": "layer_skip"})
     assert os.environ[compile_cache.VARIABLE] == "0"
     monkeypatch.setenv(compile_cache.VARIABLE, "1")
-    arguments(**args, speculative_config={"method": "layer_skip"}).create_engine_config()
+    configured({"method": "layer_skip"})
     assert os.environ[compile_cache.VARIABLE] == "1"
 
 

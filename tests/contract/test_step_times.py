@@ -10,8 +10,6 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.v2 import device_loop, step_times
 
-pytestmark = pytest.mark.contract
-
 KV_TOKEN, RATE = 4096.0, 4e12
 
 
@@ -62,13 +60,16 @@ def measured(tmp_path, monkeypatch):
     return SimpleNamespace(measure=measure, known=step_times.known, replayed=replayed, folder=tmp_path / "step_times")
 
 
-def test_the_graphs_of_batch_sizes_and_of_a_full_engine_are_timed_and_the_scheduler_reads_the_same(measured):
-    config = engine()
+@pytest.mark.parametrize(("changes", "attended"), [({}, math.inf), ({"draft_window": 64}, 64.0)])
+def test_the_graphs_of_batch_sizes_and_of_a_full_engine_are_timed_and_the_scheduler_reads_the_same(
+    measured, changes, attended
+):
+    config = engine(**changes)
     assert measured.known(config) is None
-    times = measured.measure(config)
+    times = measured.measure(config, attended=attended)
     assert times.verify == {width: {n: 1e-3 * n + 1e-4 * width for n in (1, 8, 100)} for width in (0, 2, 4)}
     assert times.draft == {n: 1e-5 * n for n in (1, 8, 100)}  # 3 is no batch size
-    assert (times.kv_token, times.attended, times.measured) == (KV_TOKEN / RATE, math.inf, True)
+    assert (times.kv_token, times.attended, times.measured) == (KV_TOKEN / RATE, attended, True)
     assert times.drafting == 0.25
     assert measured.known(config) == times
 
@@ -83,11 +84,6 @@ def test_what_was_measured_before_is_not_measured_again(measured):
         assert measured.known(other) is None
         measured.measure(other)
         assert len(list(measured.folder.iterdir())) == number
-
-
-def test_what_a_draft_step_attends_to_reaches_the_scheduler(measured):
-    measured.measure(engine(draft_window=64), attended=64.0)
-    assert measured.known(engine(draft_window=64)).attended == 64.0
 
 
 def test_an_engine_without_graphs_has_no_times_and_leaves_no_file(measured):

@@ -1,13 +1,11 @@
 """Subclasses of vLLM's worker, scheduler and model runners: what names them, what they override, what they leave."""
 
 import ast
-import pickle
 import sys
 import types
 from types import SimpleNamespace
 
 import pytest
-from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname as resolved
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -20,39 +18,24 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_source import V1_RUNNER, V2_RUNNER, WORKER
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin import compat, overrides, register, subclasses
-from selfspec_cli.vllm_plugin.overrides import overriding, subclass_of
+from selfspec_cli.vllm_plugin import compat, overrides, subclasses
+from selfspec_cli.vllm_plugin.overrides import subclass_of
 from selfspec_cli.vllm_plugin.v2.runner import with_short_draft_sampler
 
-pytestmark = pytest.mark.contract
-
-
-def config_of(folder, **arguments):
-    register()
-    args = EngineArgs(str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=64, **arguments)
-    return args.create_engine_config()
-
-
-EARLY_EXIT = {"speculative_config": {"method": "layer_skip", "num_speculative_tokens": 2}}
+EARLY_EXIT = {"spec": {"method": "layer_skip", "num_speculative_tokens": 2}}
 FITTING = {"additional_config": {"selfspec_collect": [2]}}
-SKIP = {"speculative_config": {"method": "skip", "layer_skip": 2}}
+SKIP = {"spec": {"method": "skip", "layer_skip": 2}}
 
 
 @pytest.mark.parametrize("asks", [EARLY_EXIT, FITTING, SKIP], ids=["drafts", "fitting", "skip"])
-def test_an_engine_that_asks_has_our_worker_and_scheduler_and_a_plain_one_vllms(folder, asks):
-    plain = config_of(folder)
+def test_an_engine_that_asks_has_our_worker_and_scheduler_and_a_plain_one_vllms(configured, asks):
+    plain = configured()
     assert plain.scheduler_config.scheduler_cls is None
     assert not plain.parallel_config.worker_cls.startswith("selfspec_cli")
-    asking = config_of(folder, **asks)
+    asking = configured(**asks)
     worker = resolved(asking.parallel_config.worker_cls)
     assert worker.__bases__[0] is resolved(plain.parallel_config.worker_cls)
     assert asking.scheduler_config.get_scheduler_cls() is subclasses.scheduler
-
-
-def test_the_configuration_of_an_engine_goes_to_other_processes_with_the_names(folder):
-    sent = pickle.loads(pickle.dumps(config_of(folder, **EARLY_EXIT)))
-    assert sent.scheduler_config.get_scheduler_cls() is subclasses.scheduler
-    assert resolved(sent.parallel_config.worker_cls).sleep.__wrapped__
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -100,16 +83,7 @@ def test_an_extension_that_is_mixed_into_a_worker_is_found_in_the_subclass(their
     theirs.Loud.__bases__ += (Extension,)
     kind = resolved(subclass_of("users.own.Loud", overrides.WORKER))
     assert Extension in kind.__bases__ and kind.more(None) == "more"
-
-
-def test_each_override_gets_the_method_of_the_base_and_leaves_the_base_alone():
-    class Base:
-        def step(self):
-            return "base"
-
-    kind = overriding(Base, {"step": lambda original: lambda self: f"ours around {original(self)}"})
-    assert (kind().step(), Base().step()) == ("ours around base", "base")
-    assert isinstance(kind(), Base) and kind.__module__ == subclasses.__name__
+    assert kind.__module__ == subclasses.__name__  # by which other processes find it
 
 
 @pytest.mark.parametrize("v2", [True, False])
@@ -118,10 +92,12 @@ def test_a_worker_prepares_vllm_before_it_makes_its_device_and_adopts_the_runner
     monkeypatch.setattr(compat, "apply", lambda stage: order.append(stage))
     monkeypatch.setattr(subclasses, "adopt", lambda runner, v2: order.append((runner, v2)))
     theirs.Loud.init_device = lambda self: order.append("device") or setattr(self, "model_runner", "runner")
+    own = dict(vars(theirs.Loud))
     worker = object.__new__(resolved(subclass_of("users.own.Loud", overrides.WORKER)))
     worker.use_v2_model_runner = v2
     worker.init_device()
     assert order == ["worker", "device", ("runner", v2)]
+    assert vars(theirs.Loud) == own  # the base is left as it is
 
 
 def test_a_scheduler_prepares_the_engine_core_before_it_is_made(theirs, monkeypatch):
@@ -132,7 +108,7 @@ def test_a_scheduler_prepares_the_engine_core_before_it_is_made(theirs, monkeypa
     assert asked == ["scheduler"]
 
 
-def test_a_v1_runner_that_is_adopted_has_our_samplers_over_its_own(monkeypatch):
+def test_a_v1_runner_that_is_adopted_has_our_samplers_over_its_own():
     runner = object.__new__(GPUModelRunner)
     runner.sampler = Sampler("processed_logprobs")
     runner.rejection_sampler = RejectionSampler(runner.sampler)

@@ -33,11 +33,10 @@ from selfspec_cli.vllm_plugin.v1.sampling import (
 )
 from selfspec_cli.vllm_plugin.worker import register_kernels_once
 
-pytestmark = pytest.mark.contract
-
 VOCAB = 64
 UNUSED = """top_p top_k max_num_logprobs prompt_token_ids frequency_penalties presence_penalties repetition_penalties
 allowed_token_ids_mask"""
+GREEDY = {"all_greedy": True, "all_random": False, "temperature": None}
 
 
 def metadata_of(**changes):
@@ -103,8 +102,7 @@ def test_chosen_tokens_have_their_log_probabilities_beside_requests_with_the_lik
     """Of request 0 two tokens are asked for; request 1 asks for the likeliest, or for none."""
     rows = sum(map(len, drafts)) + 2
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1))
-    greedy = {"all_greedy": True, "all_random": False, "temperature": None}
-    metadata = metadata_of(logprob_token_ids={0: [9, 11]}, max_num_logprobs=likeliest, spec_token_ids=drafts, **greedy)
+    metadata = metadata_of(logprob_token_ids={0: [9, 11]}, max_num_logprobs=likeliest, spec_token_ids=drafts, **GREEDY)
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Sampler, "forward", chosen_tokens_beside_others(original(Sampler.forward)))
         output = step(drafts, logits, metadata)
@@ -146,6 +144,10 @@ def test_drafts_have_the_distribution_that_is_verified():
     assert stats.chisquare(seen[:3].double(), probs[0, :3].double() / probs[0, :3].double().sum() * count).pvalue > 1e-3
 
 
+def update(added=(), moved=(), batch_size=4):
+    return BatchUpdate(batch_size=batch_size, removed=[], added=list(added), moved=list(moved))
+
+
 def processors_of(params, custom=()):
     """vLLM's processors, as an engine with early exit has them, of requests with these parameters, in rows 0, 1, ..."""
     settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4}, 24)
@@ -160,7 +162,7 @@ def processors_of(params, custom=()):
     built = build_all(build_logitsprocs)(*given)
     added = [(row, each, [], [7]) for row, each in enumerate(params)]
     for one in built.all:
-        one.update_state(BatchUpdate(batch_size=len(params), removed=[], added=added, moved=[]))
+        one.update_state(update(added, batch_size=len(params)))
     return built
 
 
@@ -227,26 +229,17 @@ STOPS = {0: {1}, 1: {2, 3}, 3: {4}}
 """Stop tokens of the requests in rows 0, 1 and 3; the one in row 2 has no min_tokens."""
 
 
-def with_min_tokens(drafts, written=(5, 2, 9, 3), least=6):
-    """What vLLM's sampler gets for four requests with min_tokens. written: tokens that each has."""
+def with_min_tokens(drafts, written=(5, 2, 9, 3)):
+    """What vLLM's sampler gets for four requests with min_tokens of 6. written: tokens that each has."""
     processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
-    added = [
-        (
-            row,
-            SimpleNamespace(min_tokens=least, all_stop_token_ids=stops, structured_outputs=None),
-            [],
-            [7] * written[row],
-        )
-        for row, stops in STOPS.items()
-    ]
-    processor.update_state(BatchUpdate(batch_size=4, removed=[], added=added, moved=[]))
+    asked = {"min_tokens": 6, "structured_outputs": None}
+    rows = {row: SimpleNamespace(all_stop_token_ids=stops, **asked) for row, stops in STOPS.items()}
+    processor.update_state(update([(row, one, [], [7] * written[row]) for row, one in rows.items()]))
     return processor, metadata_of(
-        temperature=None,
-        all_greedy=True,
-        all_random=False,
         output_token_ids=[[7] * count for count in written],
         spec_token_ids=drafts,
         logitsprocs=LogitsProcessors([processor]),
+        **GREEDY,
     )
 
 
@@ -303,10 +296,6 @@ def holders(ends=ENDS):
     return Budgets(theirs), theirs(4)
 
 
-def update(added=(), removed=(), moved=()):
-    return BatchUpdate(batch_size=4, removed=list(removed), added=list(added), moved=list(moved))
-
-
 def request(budget):
     return SimpleNamespace(thinking_token_budget=budget)
 
@@ -317,15 +306,17 @@ def forced(logits):
 
 
 def plain(prompt, budget, draw, ends=ENDS):
-    """A text of LENGTH tokens, random where nothing is forced, by vLLM's own states, a token a step."""
+    """A text of LENGTH tokens by vLLM's own states, a token a step, and what they force at each place; None where they
+    force nothing, and the token is random."""
     _, theirs = holders(ends)
     written: list[int] = []
+    must: list[int | None] = []
     theirs.sync_batch(update([(0, request(budget), prompt, written)]))
     for _ in range(LENGTH):
         theirs.update_state([written], [[]])
-        must = forced(theirs.apply_to_logits(torch.zeros(1, SMALL), False, [[]]))
-        written.append(must.get(0, draw.choice([0, 1, 2, 3, *THINKS, *ends])))
-    return written
+        must.append(forced(theirs.apply_to_logits(torch.zeros(1, SMALL), False, [[]])).get(0))
+        written.append(draw.choice([0, 1, 2, 3, *THINKS, *ends]) if must[-1] is None else must[-1])
+    return written, must
 
 
 @pytest.mark.parametrize("ends", [ENDS, [7]], ids=["two tokens", "one token"])
@@ -335,8 +326,8 @@ def test_each_token_is_forced_as_plain_decoding_forces_it(seed, ends):
     draw = random.Random(seed)
     prompts = [[1, *THINKS] if draw.random() < 0.6 else [1, 2], [2, *THINKS, 3]]
     budgets = [draw.randrange(10), draw.randrange(10)]
-    texts = [plain(*pair, draw, ends) for pair in zip(prompts, budgets, strict=True)]
-    must = [in_plain(prompt, budget, text, ends) for prompt, budget, text in zip(prompts, budgets, texts, strict=True)]
+    requests = zip(prompts, budgets, strict=True)
+    texts, must = zip(*(plain(prompt, budget, draw, ends) for prompt, budget in requests), strict=True)
     ours, _ = holders(ends)
     ours.sync_batch(update([(1 + row, request(budgets[row]), prompts[row], []) for row in range(2)]))
     for at in range(LENGTH):
@@ -346,19 +337,6 @@ def test_each_token_is_forced_as_plain_decoding_forces_it(seed, ends):
         assert forced(rows) == {1 + row: tokens[at] for row, tokens in enumerate(must) if tokens[at] is not None}
         if drafts[0]:
             assert not forced(ours.apply_to_logits(torch.zeros(len(drafts[0]), SMALL), False, drafts))
-
-
-def in_plain(prompt, budget, text, ends):
-    """What plain decoding forces at each place of its text; None where it may write anything."""
-    _, theirs = holders(ends)
-    written: list[int] = []
-    theirs.sync_batch(update([(0, request(budget), prompt, written)]))
-    found = []
-    for token in text:
-        theirs.update_state([written], [[]])
-        found.append(forced(theirs.apply_to_logits(torch.zeros(1, SMALL), False, [[]])).get(0))
-        written.append(token)
-    return found
 
 
 def test_a_request_that_moves_into_the_row_of_another_does_not_get_its_budget():
@@ -377,9 +355,7 @@ def test_a_request_that_moves_into_the_row_of_another_does_not_get_its_budget():
 
 def test_a_request_that_comes_back_goes_on_where_it_was():
     """After a preemption it is added with all tokens that it has."""
-    draw = random.Random(3)
-    text = plain([1, *THINKS], 6, draw, [7])
-    must = in_plain([1, *THINKS], 6, text, [7])
+    text, must = plain([1, *THINKS], 6, random.Random(3), [7])
     for at in range(1, LENGTH):
         ours, _ = holders([7])
         ours.sync_batch(update([(0, request(6), [1, *THINKS], text[:at])]))

@@ -11,8 +11,6 @@ from selfspec_cli.vllm_plugin.contexts.window import Window
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 
-pytestmark = pytest.mark.contract
-
 
 def test_requests_draft_on_while_their_gate_is_open_and_the_model_has_room():
     draw = random.Random(0)

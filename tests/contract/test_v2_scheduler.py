@@ -25,8 +25,6 @@ from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.runner import leave_out_drafting
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of, planners_like
 
-pytestmark = pytest.mark.contract
-
 
 def serve(scheduler, requests, rate=0.7, late=1):
     """Run requests (name, prompt tokens, output tokens, extra_args) to their end; requests arrive while others run."""
@@ -90,32 +88,44 @@ def test_steps_of_a_steady_batch_are_uniform_and_follow_the_table(make):
 
 
 def test_a_table_that_is_set_before_the_first_step_is_in_force_in_it(make):
-    scheduler = make(length_table="1:4 2:2")
-    for planner in planners_like(settings_of(scheduler.vllm_config)):
-        planner.set_table(LengthTable.parse("1:2", K))
+    scheduler, other = make(length_table="1:4 2:2"), make(length_table="1:4 3:2")
+    found = planners_like(settings_of(scheduler.vllm_config))
+    assert planner_of(scheduler) in found and planner_of(other) not in found
+    for planner in found:
+        planner.set_table(LengthTable.parse("1:1", K))
     runner, _ = serve(scheduler, [("r", 20, 60, None)])
-    assert {width for _, widths in runner.lengths for width in widths} == {2}
+    assert {width for _, widths in runner.lengths for width in widths} == {2}  # the next one that there are graphs for
+
+
+def statistics_of(scheduler, monkeypatch, worker=False):
+    """Statistics that the scheduler gives out from now on. worker: its numbers are there twice a second, and take the
+    scheduler's along."""
+    update, found = scheduler.update_from_output, []
+
+    def listening(output, answer):
+        if worker:
+            setattr(answer, ATTRIBUTE, {})
+        outputs = update(output, answer)
+        found.extend(each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
+        return outputs
+
+    monkeypatch.setattr(scheduler, "update_from_output", listening)
+    return found
+
+
+def nothing_of_ours(stats):
+    return not any(name.startswith("selfspec") for name in getattr(stats, CARRIER))
 
 
 @pytest.mark.parametrize("worker", [True, False], ids=["with each step", "at the end"])
 def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatch, worker):
-    scheduler, sums, lengths, sent = make(log_stats=True, length_table="1:4 3:2 5:0"), Counter(), [], []
-    update = scheduler.update_from_output
-
-    def listening(output, answer):
-        if worker:  # its numbers are there twice a second, and take the scheduler's along
-            setattr(answer, ATTRIBUTE, {})
-        outputs = update(output, answer)
-        for stats in (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None):
-            news = take_out(stats)
-            sent.append(bool(news))
-            lengths.extend([news.pop("in_force")] if "in_force" in news else [])
-            sums.update(news)
-            assert not any(name.startswith("selfspec") for name in getattr(stats, CARRIER))
-        return outputs
-
-    monkeypatch.setattr(scheduler, "update_from_output", listening)
+    scheduler = make(log_stats=True, length_table="1:4 3:2 5:0")
+    found = statistics_of(scheduler, monkeypatch, worker)
     serve(scheduler, crowd(12, extra=lambda number: {"selfspec_k": 0} if number == 3 else None))
+    news = [take_out(stats) for stats in found]
+    assert all(map(nothing_of_ours, found))
+    lengths = [each.pop("in_force") for each in news if "in_force" in each]
+    sums = sum(map(Counter, news), Counter())
     counted = {f"off.{reason}": number for reason, number in planner_of(scheduler).off.items() if number}
     steps = {name: sums.pop(name) for name in list(sums) if name.startswith("steps_of_width.")}
     assert steps == {f"steps_of_width.{width}": number for width, number in planner_of(scheduler).steps.items()}
@@ -123,24 +133,16 @@ def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatc
     assert set(counted) == {"off.load", "off.request"}
     assert set(lengths) == ({0, 2, 4} if worker else {4})
     assert all(one != other for one, other in itertools.pairwise(lengths))  # sent where it changed
-    assert worker or sum(sent) < 5 < len(sent)  # where no request was left
+    assert worker or sum(map(bool, news)) < 5 < len(news)  # where no request was left
 
 
 def test_nothing_is_sent_to_an_api_server_that_would_not_take_it_out(make, monkeypatch):
     assert RUST_FRONTEND in vllm.envs.environment_variables
     monkeypatch.setenv(RUST_FRONTEND, "1")
-    scheduler, seen = make(log_stats=True, length_table="1:0"), []
-    update = scheduler.update_from_output
-
-    def listening(*arguments):
-        outputs = update(*arguments)
-        seen.extend(each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
-        return outputs
-
-    monkeypatch.setattr(scheduler, "update_from_output", listening)
+    scheduler = make(log_stats=True, length_table="1:0")
+    found = statistics_of(scheduler, monkeypatch)
     serve(scheduler, crowd(2))
-    assert seen
-    assert not any(name.startswith("selfspec") for stats in seen for name in getattr(stats, CARRIER))
+    assert found and all(map(nothing_of_ours, found))
 
 
 # ---- steps that rest, through what vLLM's runner does with its speculator in one step --------------------------------

@@ -11,8 +11,6 @@ from v2_engine import add, alternating, asked_of, crowd, engine_of
 from selfspec_cli.vllm_plugin.v2 import step_order
 from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Reader
 
-pytestmark = pytest.mark.contract
-
 WIDTH = 4
 """Draft slots of a step."""
 

@@ -7,14 +7,13 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
 from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.hooks import capture_every_width
 from selfspec_cli.vllm_plugin.v2 import graphs
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
-from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of, planners_like
+from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of
 from selfspec_cli.vllm_plugin.v2.widths import (
     MOST,
     WidthPlanner,
@@ -25,8 +24,6 @@ from selfspec_cli.vllm_plugin.v2.widths import (
     request_counts,
     widths,
 )
-
-pytestmark = pytest.mark.contract
 
 K = 4
 
@@ -39,14 +36,14 @@ def planner(**spec):
     return WidthPlanner(settings(**spec), 24)
 
 
-def step(requests, new=(), finished=(), tokens=1):
+def step(requests, new=(), finished=()):
     """A step over requests by name: context before it, length with what is known of the prompt, own k."""
     return SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=asked)) for name, asked in new
         ],
         finished_req_ids=set(finished),
-        num_scheduled_tokens=dict.fromkeys(requests, tokens),
+        num_scheduled_tokens=dict.fromkeys(requests, 1),
         num_spec_tokens_to_schedule=K,
     )
 
@@ -84,13 +81,6 @@ def test_it_is_that_of_the_longest_draft_that_a_request_may_make():
     for contexts, width in (((10, 150), 2), ((150, 150), 0), ((150, 250), 4), ((98, 99), 2)):
         requests = running(**{f"r{number}": context for number, context in enumerate(contexts)})
         assert width_after(plan, step(requests), requests) == width
-
-
-def test_a_request_inside_its_prefill_wants_nothing():
-    plan = planner(length_table="1:4 1@100:0")
-    requests = running(old=500) | {"new": SimpleNamespace(num_computed_tokens=0, num_tokens=64)}
-    assert width_after(plan, step(requests, tokens=32), requests) == 0
-    assert width_after(plan, step(requests, tokens=64), requests) == 4
 
 
 def test_steps_without_drafts_are_counted_by_what_switched_them_off():
@@ -163,7 +153,7 @@ def test_where_every_request_opts_out_nothing_is_planned_and_a_shorter_wish_take
     assert set(plan._own) == {"a", "b"}
 
 
-def test_a_wish_that_came_past_the_check_counts_for_nothing(caplog):
+def test_a_wish_that_came_past_the_check_counts_for_nothing():
     plan, requests = planner(), running(a=10)
     assert width_after(plan, step(requests, new=[("a", {"selfspec_k": 99})]), requests) == K
 
@@ -551,22 +541,6 @@ def test_engines_without_early_exit_are_left_alone():
         made._candidates, made._capture_descs = {}, {}
         ModelCudaGraphManager._init_candidates(made)
         assert (candidates, captured) == (made._candidates, made._capture_descs)
-
-
-# ---- a table that changes on a live engine ---------------------------------------------------------------------------
-
-
-def test_the_planner_follows_another_table_within_the_widths_that_have_graphs():
-    scheduler, other = Scheduler(length_table="1:4 2:2"), Scheduler(length_table="1:4 3:2")
-    assert planner_of(other) is not None
-    assert advance(scheduler) == K
-    planners = planners_like(settings(length_table="1:4 2:2"))
-    assert planner_of(scheduler) in planners and planner_of(other) not in planners
-    planner_of(scheduler).set_table(LengthTable.parse("1:0", K))
-    assert advance(scheduler) == 0
-    planner_of(scheduler).set_table(LengthTable.parse("1:1", K))
-    assert advance(scheduler) == 2  # the next width that there are graphs for
-    assert planners_like(settings(length_table="1:3")) == []
 
 
 def test_beyond_the_requests_of_one_kernel_few_numbers_of_draft_steps_have_a_graph():

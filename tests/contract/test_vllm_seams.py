@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch._inductor import config
 from vllm.config import CompilationConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_speculative_compatibility_factors
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers import utils as layers
 from vllm.platforms import current_platform
@@ -27,22 +26,12 @@ from selfspec_cli.vllm_plugin import compat, patches, trunk
 from selfspec_cli.vllm_plugin.target_facts import facts_of
 from selfspec_cli.vllm_plugin.weights.shared import SharedLinear, multiplies_with_pytorch, on_own_weight
 
-pytestmark = pytest.mark.contract
-
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.target)
 def test_patch_target_and_replacement_exist(patch):
     found = {target: there for target, there, _ in compat.check()}
     assert found[patch.target], f"vLLM moved {patch.target}"
     assert callable(pkgutil.resolve_name(patch.replacement))
-
-
-def test_a_handshake_of_nixl_has_nothing_of_ours_to_compare():
-    """It compares a drafter's cache for EAGLE alone. Our drafts write into the target's and add no layer to it, so a
-    server that prefills need not draft; what it compares of the target is the same on both sides."""
-    drafting = types.SimpleNamespace(method="draft_model", use_eagle=lambda: False)
-    plain, ours = (types.SimpleNamespace(speculative_config=spec) for spec in (None, drafting))
-    assert _get_speculative_compatibility_factors(plain) == _get_speculative_compatibility_factors(ours) is None
 
 
 def test_inductor_has_the_setting_of_batch_invariant_engines():

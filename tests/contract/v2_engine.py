@@ -22,6 +22,8 @@ class Runner:
         self.known, self.made, self.lengths = {}, {}, []
 
     def step(self, output):
+        from vllm.v1.outputs import ModelRunnerOutput
+
         for new in output.scheduled_new_reqs:  # resumed requests come as new ones, with all of their tokens
             self.known[new.req_id] = [new.num_computed_tokens, len(new.prefill_token_ids)]
             self.made[new.req_id] = 0
@@ -45,19 +47,7 @@ class Runner:
         if all(decoding):
             places = {len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names}
             self.lengths.append((len(names), places))
-        return SimpleNamespace(
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            prompt_token_id_logprobs_dict={},
-            pooler_output=None,
-            num_nans_in_logits=None,
-            kv_connector_output=None,
-            ec_connector_output=None,
-            cudagraph_stats=None,
-            req_id_to_index={name: place for place, name in enumerate(names)},
-            aux_output_connector_output=None,
-        )
+        return ModelRunnerOutput(names, {name: place for place, name in enumerate(names)}, sampled)
 
 
 def crowd(count=24, extra=lambda number: None):

@@ -7,7 +7,7 @@
 
 asks each, the second time on a GPU, in a process of its own, forked from one that has imported vLLM, and appends a line
 of JSON to FILE; an architecture that is in FILE already is left out. docs/limits.md has a table that is made of
-such a file (tests/contract/test_compatibility.py). A line:
+such a file (docs/generate/limits_tables.py). A line:
 
 - `name`: as in a model's config.json; `served_by`: vLLM's class for it; `layers`: where its decoder layers are.
 - `verdict`: "works" (greedy output is the plain engine's, drafts were made, some accepted), "refused" (by us, with

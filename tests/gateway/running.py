@@ -148,20 +148,27 @@ class Process:
 
 
 @asynccontextmanager
+async def started(*fakes: Fake) -> AsyncIterator[None]:
+    """These backends, up to the end of the block."""
+    for fake in fakes:
+        await fake.start()
+    yield
+    for fake in fakes:
+        await fake.stop()
+
+
+@asynccontextmanager
 async def process(
     folder: Path, fakes: Sequence[Fake], code: str = "", kind: type[Process] = Process, **settings: Any
 ) -> AsyncIterator[Any]:
     """A gateway as a process in front of these backends."""
-    for one in fakes:
-        await one.start()
-    on = kind(folder)
-    on.write(fakes, **settings)
-    await on.start(code)
-    yield on
-    if on.process.returncode is None:
-        await on.end()
-    for one in fakes:
-        await one.stop()
+    async with started(*fakes):
+        on = kind(folder)
+        on.write(fakes, **settings)
+        await on.start(code)
+        yield on
+        if on.process.returncode is None:
+            await on.end()
 
 
 @asynccontextmanager
@@ -174,27 +181,25 @@ async def running(
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """A gateway over these backends. kinds, backends: by the backend's name, its kind and more of its settings."""
-    for fake in fakes:
-        await fake.start()
     more = {"policy": "fixed", "ledger": LedgerSettings(0.0), "limits": QUICK, "results_dir": str(folder), "port": 0}
-    more |= settings
     kinds, own = kinds or {}, backends or {}
-    made = [BackendSettings(one.name, kinds.get(one.name, "local"), one.url, **own.get(one.name, {})) for one in fakes]
-    gateway = Gateway(GatewaySettings(backends=made, **more))
-    async with server.opened(gateway) as looking:
-        said: list[str] = []
-        web = server.server(gateway, said.append)
-        task = asyncio.ensure_future(web.serve())
-        while not web.started:
-            await asyncio.sleep(0.01)
-        port = web.servers[0].sockets[0].getsockname()[1]
-        assert await looking.ready(40, [one.name for one in fakes if not one.dead])
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, said)
-        web.should_exit = True
-        await task
-    for fake in fakes:
-        await fake.stop()
+    async with started(*fakes):
+        made = [
+            BackendSettings(one.name, kinds.get(one.name, "local"), one.url, **own.get(one.name, {})) for one in fakes
+        ]
+        gateway = Gateway(GatewaySettings(backends=made, **more | settings))
+        async with server.opened(gateway) as looking:
+            said: list[str] = []
+            web = server.server(gateway, said.append)
+            task = asyncio.ensure_future(web.serve())
+            while not web.started:
+                await asyncio.sleep(0.01)
+            port = web.servers[0].sockets[0].getsockname()[1]
+            assert await looking.ready(40, [one.name for one in fakes if not one.dead])
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+                yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, said)
+            web.should_exit = True
+            await task
 
 
 # ---- What tests of hostile clients and backends have in common
@@ -202,6 +207,7 @@ async def running(
 
 PROMPT = {"model": "toy", "prompt": "once upon", "max_tokens": 8, "temperature": 0}
 WANTED = answer("once upon", 8)
+ONCE = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 DIGESTS = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ann", "bob", "eve", "joe")}
 TENANTS = [KeySettings(name, DIGESTS[name], admin=name == "ann") for name in ("ann", "bob")]
 ANN, BOB = {"Authorization": "Bearer ann"}, {"Authorization": "Bearer bob"}

@@ -6,24 +6,23 @@ import threading
 
 import pytest
 from fake import Fake, answer
-from running import ANN, BOB, DIGESTS, TENANTS, running, until
+from running import ANN, BOB, DIGESTS, ONCE, TENANTS, running, until
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.cache import AnswerCache, key
 from selfspec_cli.gateway.request import Request
 from selfspec_cli.gateway.settings import CacheSettings, KeySettings, LedgerSettings
 
-PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 EXACT = CacheSettings(mib=8)
 
 
 async def test_the_same_request_is_answered_from_the_cache_in_every_form(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
-        first = await on.stream(PROMPT)
+        first = await on.stream(ONCE)
         await on.settled()
-        again = await on.stream(PROMPT)
-        usage = await on.stream(PROMPT | {"stream_options": {"include_usage": True}})
-        status, whole, headers = await on.post(PROMPT)
+        again = await on.stream(ONCE)
+        usage = await on.stream(ONCE | {"stream_options": {"include_usage": True}})
+        status, whole, headers = await on.post(ONCE)
         assert first.text == again.text == usage.text == whole["choices"][0]["text"] == answer("once", 12)
         assert len(on.fakes["a"].asked) == 1
         assert usage.events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 12
@@ -44,7 +43,7 @@ async def test_wishes_and_walls(tmp_path, also, sampled):
     async with running([Fake("a")], tmp_path, cache=CacheSettings(mib=8, also_for=also)) as on:
         seeded, hot = {"seed": 3}, {"temperature": None}
         for more in ({}, {"selfspec": {"cache": "none"}}, seeded, seeded, hot, hot):
-            await on.post(PROMPT | more)
+            await on.post(ONCE | more)
             await on.settled()
         await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")
         verdicts = [row["cache"] for row in await on.rows()]
@@ -54,31 +53,31 @@ async def test_wishes_and_walls(tmp_path, also, sampled):
 async def test_plain_requests_of_the_ledger_see_no_cache(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT, ledger=LedgerSettings(plain_share=1.0)) as on:
         for _ in range(2):
-            await on.post(PROMPT)
+            await on.post(ONCE)
         assert len(on.fakes["a"].asked) == 2
 
 
 @pytest.mark.parametrize("fault", [{"die_after": 5}, {"garbage_after": 5, "garbage": b'data: {"error": "no"}\n\n'}])
 async def test_a_broken_answer_is_never_kept(tmp_path, fault):
     async with running([Fake("a", step=0.001, times=1, **fault)], tmp_path, cache=EXACT) as on:
-        assert "error" in (await on.stream(PROMPT)).events[-1]
+        assert "error" in (await on.stream(ONCE)).events[-1]
         on.gateway.replicas[0].breaker.reset()
-        assert (await on.stream(PROMPT)).text == answer("once", 12)
+        assert (await on.stream(ONCE)).text == answer("once", 12)
 
 
 async def test_a_wrong_hit_is_told_and_forgotten(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
-        await on.post(PROMPT)
+        await on.post(ONCE)
         await on.settled()
-        _, _, headers = await on.post(PROMPT)
+        _, _, headers = await on.post(ONCE)
         entry = headers["x-selfspec-cache"].partition("entry=")[2]
         assert (await on.judge(0, entry=entry))[0] == 200
-        await on.post(PROMPT)
+        await on.post(ONCE)
         assert [row["cache"] for row in await on.rows()] == ["miss", "hit", "miss"]
-        _, _, headers = await on.post(PROMPT)
+        _, _, headers = await on.post(ONCE)
         entry = headers["x-selfspec-cache"].partition("entry=")[2]
         assert (await on.post({}, f"/gateway/cache/{entry}", "DELETE"))[0] == 200
-        await on.post(PROMPT)
+        await on.post(ONCE)
         assert (await on.rows())[-1]["cache"] == "miss"
         assert json.loads((await on.get("/gateway/routes"))[1])["cache"]["entries"] == 1
 
@@ -86,7 +85,7 @@ async def test_a_wrong_hit_is_told_and_forgotten(tmp_path):
 async def test_a_cache_that_fails_costs_no_request(tmp_path, monkeypatch, capsys):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
         monkeypatch.setattr(on.gateway.caching.cache, "lookup", lambda *given: 1 / 0)
-        assert (await on.post(PROMPT))[0] == 200
+        assert (await on.post(ONCE))[0] == 200
         assert (await on.rows())[0]["cache"] == "failed"
     assert "ZeroDivisionError" in capsys.readouterr().err
 
@@ -108,7 +107,7 @@ async def test_a_cache_whose_file_is_busy_holds_up_nobody(tmp_path):
         on.gateway.caching._files.submit(free.wait, 20)
         judging = asyncio.ensure_future(on.judge(1, entry="1"))
         await asyncio.sleep(0.1)
-        assert (await on.post(PROMPT | {"selfspec": {"cache": "none"}}))[0] == 200
+        assert (await on.post(ONCE | {"selfspec": {"cache": "none"}}))[0] == 200
         assert not free.is_set()
         free.set()
         assert (await judging)[0] == 404
@@ -117,14 +116,14 @@ async def test_a_cache_whose_file_is_busy_holds_up_nobody(tmp_path):
 async def test_who_names_a_backend_gets_no_answer_of_another(tmp_path):
     async with running([Fake("a"), Fake("b")], tmp_path, cache=EXACT) as on:
         for more in ({}, {"backend": "b"}, {"backend": "b", "cache": "exact"}):
-            await on.post(PROMPT | {"selfspec": more})
+            await on.post(ONCE | {"selfspec": more})
             await on.settled()
         assert [row["route"] for row in await on.rows()] == ["a", "b", "cache"]
 
 
 async def test_equal_requests_at_once_share_one_call(tmp_path):
     async with running([Fake("a", step=0.02)], tmp_path, cache=EXACT) as on:
-        texts = await asyncio.gather(*(on.stream(PROMPT) for _ in range(9)), on.post(PROMPT), on.post(PROMPT))
+        texts = await asyncio.gather(*(on.stream(ONCE) for _ in range(9)), on.post(ONCE), on.post(ONCE))
         assert {one.text for one in texts[:9]} == {answer("once", 12)}
         assert {one[1]["choices"][0]["text"] for one in texts[9:]} == {answer("once", 12)}
         assert len(on.fakes["a"].asked) == 2  # one of them streamed
@@ -135,14 +134,14 @@ async def test_equal_requests_at_once_share_one_call(tmp_path):
 
 async def test_a_shared_call_goes_on_when_its_first_client_leaves_and_ends_when_all_do(tmp_path):
     async with running([Fake("a", step=0.05)], tmp_path, cache=EXACT) as on:
-        first = asyncio.ensure_future(on.stream(PROMPT))
+        first = asyncio.ensure_future(on.stream(ONCE))
         await until(lambda: on.gateway.caching.flights)
-        second = asyncio.ensure_future(on.stream(PROMPT))
+        second = asyncio.ensure_future(on.stream(ONCE))
         await asyncio.sleep(0.2)
         first.cancel()
         assert (await second).text == answer("once", 12)
         assert len(on.fakes["a"].asked) == 1
-        alone = asyncio.ensure_future(on.stream(PROMPT | {"prompt": "twice"}))
+        alone = asyncio.ensure_future(on.stream(ONCE | {"prompt": "twice"}))
         await until(lambda: on.gateway.caching.flights)
         await asyncio.sleep(0.1)
         alone.cancel()
@@ -151,20 +150,20 @@ async def test_a_shared_call_goes_on_when_its_first_client_leaves_and_ends_when_
 
 async def test_a_shared_call_that_fails_fails_for_each_with_one_error(tmp_path):
     async with running([Fake("a", step=0.02, die_after=5)], tmp_path, cache=EXACT) as on:
-        for stream in await asyncio.gather(*(on.stream(PROMPT) for _ in range(3))):
+        for stream in await asyncio.gather(*(on.stream(ONCE) for _ in range(3))):
             assert [("error" in event) for event in stream.events].count(True) == 1
             assert "error" in stream.events[-1]
         on.fakes["a"].refuse = 400
-        assert {one[0] for one in await asyncio.gather(*(on.post(PROMPT) for _ in range(3)))} == {400}
+        assert {one[0] for one in await asyncio.gather(*(on.post(ONCE) for _ in range(3)))} == {400}
         assert not on.gateway.caching.flights
 
 
 async def test_a_tenant_judges_and_sees_its_own_entries_alone(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT, keys=TENANTS) as on:
-        await on.post(PROMPT, **ANN)
+        await on.post(ONCE, **ANN)
         await on.settled()
-        assert "x-selfspec-cache" not in (await on.post(PROMPT, **BOB))[2]
-        entry = (await on.post(PROMPT, **ANN))[2]["x-selfspec-cache"].partition("entry=")[2]
+        assert "x-selfspec-cache" not in (await on.post(ONCE, **BOB))[2]
+        entry = (await on.post(ONCE, **ANN))[2]["x-selfspec-cache"].partition("entry=")[2]
         for who, quality, status in ((BOB, 0, 404), (BOB, 1, 404), (ANN, 1, 200), (ANN, 0, 200), (ANN, 0, 404)):
             assert (await on.judge(quality, who, entry=entry))[0] == status
 
@@ -192,12 +191,12 @@ def test_the_file_forgets_what_is_old_and_what_was_used_longest_ago(tmp_path):
 
 
 def test_requests_that_differ_in_what_shapes_the_answer_have_keys_of_their_own():
-    one = Request("/v1/completions", PROMPT, tenant="ann")
-    same = Request("/v1/completions", PROMPT | {"stream": True, "user": "x"}, tenant="ann")
+    one = Request("/v1/completions", ONCE, tenant="ann")
+    same = Request("/v1/completions", ONCE | {"stream": True, "user": "x"}, tenant="ann")
     assert key(one) == key(same)
     changes = ({"prompt": "Once"}, {"max_tokens": 13}, {"stop": ["x"]}, {"seed": 2**70}, {"model": "b"})
-    others = [Request("/v1/completions", PROMPT | more, tenant="ann") for more in changes]
-    others += [Request("/v1/completions", PROMPT, tenant="bob"), Request("/v1/chat/completions", PROMPT, tenant="ann")]
+    others = [Request("/v1/completions", ONCE | more, tenant="ann") for more in changes]
+    others += [Request("/v1/completions", ONCE, tenant="bob"), Request("/v1/chat/completions", ONCE, tenant="ann")]
     assert len({key(one), *map(key, others)}) == 8
 
 

@@ -12,14 +12,13 @@ import aiohttp
 import programs
 import pytest
 from fake import Fake
-from running import running
+from running import ONCE, running
 
 from selfspec_cli.engine.server import free_port
 from selfspec_cli.gateway.settings import CacheSettings, LedgerSettings
 
 pytestmark = [pytest.mark.slow, programs.needs("prometheus")]
 INFRA = Path(__file__).parents[2] / "infra"
-PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 SECONDS = 40.0  # for the tests' minute, Prometheus's start included
 METRICS = (
     "vllm:num_requests_running 1\nvllm:spec_decode_num_drafts_total 9\nvllm:spec_decode_num_accepted_tokens_total 18\n"
@@ -53,7 +52,7 @@ async def test_every_panel_has_data(tmp_path):
 async def traffic(on):
     for number in range(12):
         wishes = {"cache": "exact" if number > 5 else "none"}
-        await on.stream(PROMPT | {"prompt": f"once {number % 8}", "selfspec": wishes})
+        await on.stream(ONCE | {"prompt": f"once {number % 8}", "selfspec": wishes})
     await on.settled()
     assert (await on.get("/gateway/routes"))[0] == 200
 

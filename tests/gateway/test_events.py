@@ -30,11 +30,12 @@ def by_the_standard(raw):
     return found
 
 
-WORDS = [b"data", b"event", b"id", b"retry", b"x", b"{}", b"[DONE]", b"data: x\n\n", b"\xef\xbb\xbf", b"\xff"]
-PIECES = st.sampled_from([*WORDS, b":", b": ", b" ", b"\n", b"\r", b"\r\n", b"\n\n"])
+WORDS = [b"data", b"event", b"id", b"retry", b"x", b"{}", b"[DONE]", b"\xef\xbb\xbf", b"\xff"]
+LINES = [b"data: x", b"data: y\r\n", b"data: z\n\n", b"event: e\n"]
+PIECES = st.sampled_from([*WORDS, *LINES, b":", b": ", b" ", b"\n", b"\r", b"\r\n", b"\n\n"])
 
 
-@given(st.lists(PIECES, max_size=40).map(b"".join), st.lists(st.integers(1, 9), min_size=1, max_size=9))
+@given(st.lists(PIECES, min_size=12, max_size=40).map(b"".join), st.lists(st.integers(1, 9), min_size=1, max_size=9))
 def test_the_parser_does_what_the_standard_says_wherever_the_stream_is_cut(raw, sizes):
     parser, found, place, turn = Parser(), [], 0, 0
     while place < len(raw):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 from fake import Fake, answer
-from running import ANN, QUICK, TENANTS, running, until
+from running import ANN, QUICK, TENANTS, running, started, until
 
 from selfspec_cli.gateway import replica, supervisor, upstream
 from selfspec_cli.gateway.backends import BACKENDS
@@ -247,12 +247,11 @@ async def test_what_is_expected_is_that_of_the_backend_that_answers(tmp_path):
 
 async def test_a_server_that_prefills_and_answers_garbage_is_one_that_failed(tmp_path):
     prefill = Fake("prefill", whole_garbage=b"<html>")
-    await prefill.start()
-    kinds, backends = {"a": "split"}, {"a": {"prefill": prefill.url}}
-    async with running([Fake("a"), Fake("b")], tmp_path, kinds=kinds, backends=backends) as on:
-        assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
-        assert (await on.rows())[0]["tried"] == ["a"]
-    await prefill.stop()
+    async with started(prefill):
+        more = {"kinds": {"a": "split"}, "backends": {"a": {"prefill": prefill.url}}}
+        async with running([Fake("a"), Fake("b")], tmp_path, **more) as on:
+            assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
+            assert (await on.rows())[0]["tried"] == ["a"]
 
 
 async def test_what_is_done_before_a_warm_up_takes_nothing_of_its_time_and_may_ask_the_backend(tmp_path, monkeypatch):
@@ -439,4 +438,3 @@ async def test_a_backend_that_cannot_be_reached_costs_no_request(tmp_path):
         await on.fakes["a"].stop()
         results = await asyncio.gather(*(on.post(PROMPT) for _ in range(20)))
         assert [status for status, _, _ in results] == [200] * 20
-        await on.fakes["a"].start()  # `running` stops it once more

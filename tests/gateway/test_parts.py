@@ -9,8 +9,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 from fake import Fake
-from running import running, until
+from running import ONCE, running, started, until
 from simulated import begun
 
 from selfspec_cli.gateway import demo, routing
@@ -24,8 +25,6 @@ from selfspec_cli.gateway.settings import BackendSettings, KeySettings, LedgerSe
 from selfspec_cli.gateway.timing import FEW, Curve, Timing
 from selfspec_cli.gateway.wire import GatewayError
 from selfspec_cli.record.gateway_log import Ledger
-
-PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 
 # ---- continuations ---------------------------------------------------------------------------------------------------
 
@@ -71,7 +70,7 @@ async def test_a_batch_waits_for_an_idle_backend_and_interactive_requests_do_not
         order = []
 
         async def one(name, **wishes):
-            assert (await on.post(PROMPT | {"selfspec": wishes}))[0] == 200
+            assert (await on.post(ONCE | {"selfspec": wishes}))[0] == 200
             order.append(name)
 
         first = asyncio.ensure_future(one("first"))
@@ -90,9 +89,9 @@ async def test_a_batch_waits_for_an_idle_backend_and_interactive_requests_do_not
 
 async def test_a_batch_for_one_backend_does_not_go_because_another_one_idles(tmp_path):
     async with running([Fake("a"), Fake("b", step=0.03)], tmp_path) as on:
-        busy = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"backend": "b"}}))
+        busy = asyncio.ensure_future(on.post(ONCE | {"selfspec": {"backend": "b"}}))
         await until(lambda: on.fakes["b"].running == 1)
-        await on.post(PROMPT | {"max_tokens": 1, "selfspec": {"backend": "b", "class": "batch"}})
+        await on.post(ONCE | {"max_tokens": 1, "selfspec": {"backend": "b", "class": "batch"}})
         await busy
         assert [(row["class"], row["route"]) for row in await on.rows()] == [("interactive", "b"), ("batch", "b")]
 
@@ -120,9 +119,9 @@ async def test_of_requests_that_wait_the_one_whose_deadline_comes_first_goes_fir
 
 async def test_a_batch_whose_client_leaves_is_no_longer_in_the_queue(tmp_path):
     async with running([Fake("a", step=0.1)], tmp_path) as on:
-        busy = asyncio.ensure_future(on.post(PROMPT))
+        busy = asyncio.ensure_future(on.post(ONCE))
         await until(lambda: on.fakes["a"].running == 1)
-        waiting = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"class": "batch"}}))
+        waiting = asyncio.ensure_future(on.post(ONCE | {"selfspec": {"class": "batch"}}))
         await until(lambda: on.gateway.batch.waiting)
         async with on.session.get(on.url + "/metrics") as response:
             assert 'selfspec_gateway_queue{class="batch"} 1.0' in await response.text()
@@ -146,10 +145,10 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
 async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(tmp_path, monkeypatch, enough, deadline, why):
     monkeypatch.setattr(routing, "ENOUGH", enough)
     async with running([Fake("a", step=0.2)], tmp_path) as on:
-        busy = asyncio.ensure_future(on.post(PROMPT | {"max_tokens": 8}))
+        busy = asyncio.ensure_future(on.post(ONCE | {"max_tokens": 8}))
         await asyncio.sleep(0.1)
         wishes = {"selfspec": {"class": "batch", "deadline_ms": deadline}}
-        await asyncio.gather(*(on.post(PROMPT | {"max_tokens": 1} | wishes) for _ in range(3)))
+        await asyncio.gather(*(on.post(ONCE | {"max_tokens": 1} | wishes) for _ in range(3)))
         await busy
         assert {row["reason"] for row in await on.rows() if row["class"] == "batch"} == {why}
 
@@ -200,7 +199,7 @@ async def test_some_requests_go_the_plain_way_and_the_ledger_compares(tmp_path):
     async with running(fakes, tmp_path, ledger=ledger, policy_options={"fixed": {"backend": "fast"}}, **more) as on:
         await asyncio.sleep(0.1)  # a look at /metrics tells that the first one can draft
         for _ in range(30):
-            await on.stream(PROMPT)
+            await on.stream(ONCE)
         rows = await on.rows()
         plain = [row for row in rows if row["plain"]]
         assert 5 < len(plain) < 20
@@ -424,39 +423,34 @@ def test_requests_of_a_process_that_was_killed_are_no_longer_inside(tmp_path):
     assert waits(Meter(tmp_path / "limits"), limits) == 0
 
 
-async def test_spans_reach_a_collector_and_the_backend_joins_the_trace(tmp_path, monkeypatch):
-    from aiohttp import web
+class Collector(Fake):
+    """Takes spans."""
 
-    posted = []
+    spans = b""
 
-    async def take(request):
-        posted.append(await request.read())
+    async def complete(self, request):
+        self.spans += await request.read()
         return web.Response()
 
-    app = web.Application()
-    app.router.add_post("/v1/traces", take)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
-    trace = "0af7651916cd43dd8448eb211c80319c"
-    async with running([Fake("a")], tmp_path) as on:
-        await on.stream(PROMPT, traceparent=f"00-{trace}-b7ad6b7169203331-01")
-        await on.settled()
-        assert trace in on.fakes["a"].headers[-1]["traceparent"]
-        await asyncio.to_thread(on.gateway.tracing.close)
-    raw = b"".join(posted)
-    assert bytes.fromhex(trace) in raw
-    assert b"selfspec.route" in raw and b"selfspec-gateway" in raw
-    await runner.cleanup()
+
+async def test_spans_reach_a_collector_and_the_backend_joins_the_trace(tmp_path, monkeypatch):
+    collector, trace = Collector(), "0af7651916cd43dd8448eb211c80319c"
+    async with started(collector):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces")
+        async with running([Fake("a")], tmp_path) as on:
+            await on.stream(ONCE, traceparent=f"00-{trace}-b7ad6b7169203331-01")
+            await on.settled()
+            assert trace in on.fakes["a"].headers[-1]["traceparent"]
+            await asyncio.to_thread(on.gateway.tracing.close)
+    assert bytes.fromhex(trace) in collector.spans
+    assert b"selfspec.route" in collector.spans and b"selfspec-gateway" in collector.spans
 
 
 async def test_a_log_that_selfspec_load_can_read(tmp_path):
     from selfspec_cli.texts import prompt_files
 
     async with running([Fake("a")], tmp_path, log_text=True) as on:
-        await on.post(PROMPT)
+        await on.post(ONCE)
         chat = {"model": "toy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
         await on.post(chat, "/v1/chat/completions")
         await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")

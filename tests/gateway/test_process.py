@@ -8,14 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import DIGESTS, Process, Stream, process, until
+from running import DIGESTS, Process, Stream, process, started, until
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
@@ -70,10 +70,8 @@ async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with
 
 @pytest.mark.slow
 async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
-    other = Fake("b")
-    await other.start()
-    fake = Fake("a", step=0.03)
-    async with process(tmp_path, [fake]) as on, aiohttp.ClientSession() as session:
+    fake, other = Fake("a", step=0.03), Fake("b")
+    async with started(other), process(tmp_path, [fake]) as on, aiohttp.ClientSession() as session:
         await on.until_up(session)
         stream = asyncio.ensure_future(on.stream())
         await until(lambda: fake.running == 1)
@@ -87,7 +85,6 @@ async def test_a_gateway_reads_its_file_again_when_it_is_told_to(tmp_path):
         await on.until_up(session)
         assert (await on.ask(body=STREAM, key="nobody"))[0] == 401
         assert (await on.ask(body=STREAM))[1]["x-selfspec-backend"] == "b"
-    await other.stop()
 
 
 async def test_a_fault_while_settings_are_reloaded_is_said_by_the_event_loop(monkeypatch):
@@ -108,27 +105,20 @@ async def test_a_fault_while_settings_are_reloaded_is_said_by_the_event_loop(mon
 
 async def test_what_a_server_counted_before_other_settings_is_not_counted_again(tmp_path):
     def drafted(rounds, accepted):
-        said = {
-            "num_requests_running": 0,
-            "spec_decode_num_drafts": rounds,
-            "spec_decode_num_accepted_tokens": accepted,
-        }
-        return "".join(f"vllm:{name}{'' if 'running' in name else '_total'} {count}\n" for name, count in said.items())
+        drafts = f"vllm:spec_decode_num_drafts_total {rounds}\nvllm:spec_decode_num_accepted_tokens_total {accepted}\n"
+        return f"vllm:num_requests_running 0\n{drafts}"
 
     fakes = [Fake("a", metrics=drafted(1000, 3000)), Fake("b", metrics=drafted(5000, 20_000))]
-    for fake in fakes:
-        await fake.start()
-    first, other = (BackendSettings("one", "local", fake.url) for fake in fakes)
-    gateway = Gateway(GatewaySettings(backends=[first], results_dir=str(tmp_path)))
-    async with server.opened(gateway) as supervisor:
+    async with started(*fakes), AsyncExitStack() as stack:
+        first, other = (BackendSettings("one", "local", fake.url) for fake in fakes)
+        gateway = Gateway(GatewaySettings(backends=[first], results_dir=str(tmp_path)))
+        supervisor = await stack.enter_async_context(server.opened(gateway))
         for settings, tokens in ((first, 4.0), (replace(first, price_out=1.0), 1.0), (other, 5.0), (first, 1.0)):
             await server.reload(gateway, supervisor, replace(gateway.settings, backends=[settings]))
             assert await supervisor.ready(40)
             assert gateway.replicas[0].load.tokens == tokens  # of a round; 1 as long as none has ended since
         fakes[0].metrics = drafted(1100, 3100)
         await until(lambda: gateway.replicas[0].load.tokens == 2.0)
-    for fake in fakes:
-        await fake.stop()
 
 
 def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monkeypatch):
@@ -316,8 +306,7 @@ async def test_a_worker_that_is_killed_costs_its_own_streams_alone(tmp_path):
 @pytest.mark.slow
 async def test_workers_take_other_settings_and_end_with_the_process_above(tmp_path):
     fake, other = Fake("a", step=0.03), Fake("b", step=0.03)
-    await other.start()
-    async with two_workers(tmp_path, [fake]) as on:
+    async with started(other), two_workers(tmp_path, [fake]) as on:
         streams = [asyncio.ensure_future(on.stream()) for _ in range(8)]
         await until(lambda: fake.running == 8)
         for change, said in (({"workers": 3}, "workers=3: it is 2 until a restart"), ({}, "were reloaded")):
@@ -332,7 +321,6 @@ async def test_workers_take_other_settings_and_end_with_the_process_above(tmp_pa
         await on.process.wait()
         assert await stream == answer("once", 40)
         await until(lambda: not any(lives(one) for one in pids))
-    await other.stop()
 
 
 def lives(process):

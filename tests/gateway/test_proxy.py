@@ -13,7 +13,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from fake import Fake, answer
-from running import ANN, BOB, DIGESTS, PROMPT, QUICK, TENANTS, WANTED, running
+from running import ANN, BOB, DIGESTS, ONCE, PROMPT, QUICK, TENANTS, WANTED, running
 
 from selfspec_cli.gateway import control, core, server, supervisor
 from selfspec_cli.gateway import request as requests
@@ -21,7 +21,6 @@ from selfspec_cli.gateway.settings import CacheSettings, KeySettings, LimitSetti
 from selfspec_cli.gateway.supervisor import WARM_TOGETHER
 from selfspec_cli.gateway.timing import FEW
 
-ONCE = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 PRIORITY = ["--", "--scheduling-policy", "priority"]
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "once"}], "max_tokens": 12}
 

@@ -43,9 +43,7 @@ PATH = "/v1/completions"
 START_SECONDS = 120.0
 PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 NAMES = {"selfspec": "selfspec", "vllm-router": "vllm-router", "litellm": "LiteLLM"}
-MOST_EVENTS = (
-    3000  # a second, that clients and server in Python keep up with: more streams get their tokens more slowly
-)
+MOST_EVENTS = 3000  # a second: clients and server in Python keep up with no more, so many streams get slower tokens
 
 
 # ---- the server without a model --------------------------------------------------------------------------------------
@@ -82,16 +80,8 @@ def serve(port: int, step: float) -> None:
         if not asked.get("stream"):
             choice = {"index": 0, "text": "word", "finish_reason": "length"}
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-            body = json.dumps(
-                {
-                    "id": "x",
-                    "object": "text_completion",
-                    "created": 1,
-                    "model": MODEL,
-                    "choices": [choice],
-                    "usage": usage,
-                }
-            ).encode()
+            about = {"id": "x", "object": "text_completion", "created": 1, "model": MODEL}
+            body = json.dumps(about | {"choices": [choice], "usage": usage}).encode()
             await send(answer(b"application/json"))
             return await send({"type": "http.response.body", "body": body})
         await send(answer(b"text/event-stream; charset=utf-8"))
@@ -298,9 +288,7 @@ def main() -> None:
 Found = dict[tuple[int, bool, str], list[dict[str, Any]]]
 MOST_OF_LITELLM = 256  # streams; a thousand would take it five minutes
 AT_ONCE = (16,)  # numbers of streams that also begin at once
-LITELLM_SHARE = (
-    4  # it takes so long for a request that it gets a fourth of them, and of many streams none to begin with
-)
+LITELLM_SHARE = 4  # its requests take so long that it gets a fourth of them, and of many streams none to begin with
 
 
 def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]]) -> Found:

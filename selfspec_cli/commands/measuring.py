@@ -216,7 +216,8 @@ def begun(progress: Progress, opening: AbstractContextManager[T]) -> Iterator[T]
 
 @contextmanager
 def tracked(command: str, cfg: RunConfig, run_id: str | None = None) -> Iterator[Tracker]:
-    """The tracker of `cfg` while a command measures; then it gets a report, if it has none. Raises ConfigError."""
+    """The tracker of `cfg` while a command measures; then it gets the table and figures of the results folder, unless a
+    report was sent. Raises ConfigError: the tracker that is asked for is not installed."""
     with open_tracker(cfg, run_id or results_folder.new_run_id()) as tracker:
         yield tracker
         if cfg.tracker.kind != "none" and not tracker.reported:

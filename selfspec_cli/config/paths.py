@@ -106,7 +106,8 @@ def in_hub_cache(model: ModelConfig, file: str) -> Path | None:
 
 
 def model_path(model: ModelConfig) -> str:
-    """What to hand to vLLM as the model: a Hugging Face id or a folder. Raises ConfigError without a config.json."""
+    """What to hand to vLLM as the model: a folder that is there, or a Hugging Face id. Raises ConfigError where it can
+    only be a folder, and that is not there or holds no config.json."""
     what = f"model.path={model.path}"
     if model.path == REFERENCE:
         path = reference_model_dir()

@@ -269,7 +269,8 @@ def own_drafts(model: ModelConfig) -> tuple[int | None, int]:
 
 
 def resolved(cfg: RunConfig) -> RunConfig:
-    """`cfg` with its own or its model's `layer` and `k`, and its context as kept; may raise SettingsError."""
+    """`cfg` with its own `layer` and `k` in place of those that its model brings along, and its context as it is kept;
+    raises SettingsError for what names no context, or two of them."""
     layer, k = own_drafts(cfg.model)
     if cfg.layer is not None or cfg.skip_layers:  # of all layers some are skipped, unless `layer` says so
         layer = cfg.layer
@@ -288,7 +289,8 @@ def vocab_size(cfg: RunConfig) -> int | None:
 
 
 def head_spec(head: HeadConfig, layer: int | None = None) -> HeadSpec:
-    """Which head a config names; of a file, or a folder and a layer, what it holds. May raise SettingsError."""
+    """Which head a config names; where it names a file, or a folder and a layer, what that holds. Raises SettingsError
+    for a combination that there is not, such as a lens of rank 15."""
     asked = HeadSpec(head.kind, head.target, head.rank, head.bias)
     if head.path is None:
         return asked

@@ -94,8 +94,9 @@ def _files() -> dict[Path, str]:
 
 
 def choose(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:
-    """The file of the command's model. matches: every file of `find`, with the configs that name the model once the
-    file's overrides are applied. Raises ConfigError where no file is of that model's weights, or several are."""
+    """The file that belongs to the model of the command. matches: every file of `find`, with the configs that name the
+    model once the file's overrides are applied. Raises ConfigError where no file is of that model's weights, or several
+    are, each of the model that it names itself."""
     right = [file for file, cfgs in matches if all(model_fingerprint(cfg) == file.fingerprint for cfg in cfgs)]
     if len(right) == 1:
         return right[0]

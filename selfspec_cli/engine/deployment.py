@@ -98,7 +98,8 @@ def shallow_model(cfg: RunConfig, folder: Path) -> Path:
 
 
 def head_path(cfg: RunConfig) -> str | None:
-    """The file of the exit head; None for the lens over the full vocabulary. Raises ConfigError and HeadError."""
+    """The file of the exit head; None for the lens over the full vocabulary. Raises ConfigError: it is not fitted yet;
+    HeadError: the draft vocabulary is not one of this model's."""
     if cfg.head.kind == "lens" and cfg.head.path is None and cfg.vocab == "full":
         return None
     layer = cfg.layer or DraftView.of(cfg).default_layer(needed(cfg, "layers"))
@@ -191,7 +192,8 @@ def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
-    """The server that drafts as `cfg` does. scratch: a folder that lasts. Raises ConfigError and HeadError."""
+    """The server that drafts as `cfg` does. scratch: a folder that lasts. Raises ConfigError, HeadError: the model, or
+    the head or draft vocabulary that `cfg` names, is not there."""
     arguments = llm_arguments(cfg, scratch)
     options = {
         name: value

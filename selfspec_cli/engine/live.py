@@ -227,7 +227,8 @@ class Engine(Tokens):
 
 @contextmanager
 def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
-    """Start an engine for `cfg`, and shut it down. extra: arguments of vllm.LLM that win. Raises ConfigError."""
+    """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that win. Raises ConfigError:
+    what `cfg` asks for cannot be had; nothing is left of the engine."""
     if device_of(cfg) == "cpu":
         # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -86,7 +86,8 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.api_route("/health", methods=LOOK)
     async def health() -> Response:
-        """200 while a backend, free or full, takes requests and the gateway does not end."""
+        """200 while a backend takes requests and the gateway does not end. One that is full is no fault: whoever asks
+        would end a gateway in the middle of its requests."""
         up = [one.name for one in gateway.replicas if one.up()]
         fine = bool(up) and not gateway.draining
         return JSONResponse({"status": "ok" if fine else "unavailable", "backends": up}, 200 if fine else 503)

@@ -9,7 +9,8 @@ BUSY_SECONDS = 2.0  # for which a writer waits for the one before it
 
 
 def database(path: Path, version: int, schema: str) -> sqlite3.Connection:
-    """The tables of a file for its owner alone. schema: statements that may be run again. Raises SettingsError."""
+    """The tables of a file that its owner alone may read. schema: statements that change nothing where they were run
+    before. Raises SettingsError for a file that is no such database."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(0o600)
     path.chmod(0o600)

@@ -84,7 +84,8 @@ class Meter:
             self._count(key, 1)
 
     def leave(self, limits: KeySettings, tokens: int, cost: float) -> None:
-        """A request has ended. tokens: with its prompt's. cost: money. May raise sqlite3.Error."""
+        """A request of this key has ended. tokens: that it took, prompt included; cost: in money. Raises sqlite3.Error
+        where it cannot be written."""
         if limited(limits):
             with self._changed(limits) as (key, used):
                 used["tokens"] -= tokens

@@ -60,7 +60,8 @@ def most_connections() -> int:
 
 
 class Doors(HttpToolsProtocol):
-    """Connections of clients: uvicorn's protocol with limits of a head's time and size, and of their number."""
+    """The connections of clients: uvicorn's protocol, with limits of how long a head may take, how large it may be, and
+    how many there may be. most: connections, set by the server."""
 
     most = 1 << 30
     _head = 0  # bytes of the head that comes now
@@ -121,7 +122,8 @@ class Doors(HttpToolsProtocol):
 
 
 def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], Any]:
-    """ASGI: models' endpoints go to the gateway, others to `control`; every answer has an x-request-id."""
+    """ASGI: the endpoints of models go to the gateway itself, everything else to the control surface. The key is looked
+    at before the body, and every answer has an x-request-id."""
     surface = control(gateway)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -320,7 +322,8 @@ def prepare_memory() -> None:
 
 
 def serve(settings: GatewaySettings, say: Say, again: Callable[[], GatewaySettings]) -> None:
-    """Run a gateway until a signal ends it. again: reads the settings anew, at SIGHUP. May raise ConfigError."""
+    """Run a gateway until a signal ends it. again: reads the settings anew, at SIGHUP. Raises ConfigError for what
+    cannot be had, such as the port."""
 
     async def run() -> None:
         gateway = Gateway(settings)

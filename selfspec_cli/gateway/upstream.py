@@ -35,7 +35,8 @@ BATCH_PRIORITY = 10  # of vLLM: smaller goes first, and interactive requests hav
 
 
 class Cause(StrEnum):
-    """Whose fault a failure is. shared: the request's unless another backend answers it. nobody: not counted."""
+    """Whose fault a failure is. backend: the backend's. shared: the backend's if another one can answer the same
+    request, otherwise the request's. nobody: no breaker counts it."""
 
     backend = "backend"
     shared = "shared"
@@ -43,7 +44,8 @@ class Cause(StrEnum):
 
 
 class BackendFailed(Exception):
-    """A backend gave no answer, or an error of its own. retry_after: seconds for which it is to be left alone."""
+    """A backend gave no answer: it was not reached, took too long, or answered with an error of its own. retry_after:
+    seconds for which it asks to be left alone."""
 
     def __init__(self, message: str, status: int = 502, cause: Cause = Cause.shared, retry_after: float = 0.0) -> None:
         super().__init__(message)

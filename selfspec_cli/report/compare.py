@@ -81,7 +81,8 @@ class Comparison:
 
 
 def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
-    """The points of a folder, or of `results` by revision, machine, run or id; and warnings. Raises ConfigError."""
+    """The points that a word names: of a folder, or those of `results` with this git revision, machine, run or id;
+    and warnings. Raises ConfigError where it names none."""
     if archive.is_folder(Path(word)):
         points, warnings = _all(Path(word))
         if points:
@@ -113,7 +114,8 @@ def _all(root: Path) -> tuple[list[Point], list[str]]:
 
 
 def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = ()) -> Comparison:
-    """Compare the points of two words (`resolve`) whose rows meet `where`; raises ConfigError for no common arm."""
+    """Compare the points that two words name, see `resolve`. where: conditions that rows must meet. Raises ConfigError
+    where a word names nothing, or both have no arm in common."""
     sides, warnings = [], []
     for word in words:
         points, doubts = resolve(word, results)

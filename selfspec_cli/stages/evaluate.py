@@ -189,7 +189,8 @@ def run(
     open_engine: OpenEngine,
     progress: Progress = ignore,
 ) -> Found:
-    """Evaluate each baseline, then its arms; scores are on disk as soon as an arm is done. Raises ConfigError."""
+    """Evaluate the baseline of each model and engine, then every arm; scores are on disk as soon as an arm is done.
+    Raises ConfigError: a results folder that cannot be written or is in use."""
     found, run_id = Found(), ""
     protocol = {"lm_eval": version("lm_eval"), "limit": limit, "num_fewshot": fewshot}
     base: Planned | None = None

@@ -57,7 +57,8 @@ class FitResult:
 def run(
     cfg: RunConfig, request: Request, *, open_engine: OpenEngine = open_engine, progress: Progress = ignore
 ) -> FitResult:
-    """Fit heads on an engine of its own. Raises ConfigError, SettingsError, FitError."""
+    """Fit heads on an engine of its own. Raises ConfigError, SettingsError, FitError: what is asked for is not there,
+    or no fit can use the data."""
     check(cfg, request)
     corpus = corpora.load(request.corpus)
     start = time.perf_counter()

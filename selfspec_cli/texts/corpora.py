@@ -50,7 +50,8 @@ class Corpus:
     def windows(
         self, part: str, encode: Encode, vocab_size: int, length: int, count: int, seed: int
     ) -> list[list[int]]:
-        """Draw `count` windows of `length` token ids from "fitting" or "held_out" by `seed`; may raise ConfigError."""
+        """Draw `count` windows of `length` token ids from part "fitting" or "held_out"; equal seeds give equal windows.
+        Raises ConfigError where the text is too short."""
         if self.is_random:
             draw = random.Random(f"{part} {seed}")
             return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]

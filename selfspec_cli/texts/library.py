@@ -149,8 +149,9 @@ def leading_tokens(encode: Callable[[str], list[int]], text: str, most: int, sta
 def rolling(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """Yield (start, scored, end) of windows of at most `window` tokens over a document of `length` tokens. Tokens
     scored..end-1 are predicted from start..scored-1 and those before them. The first window scores all its tokens but
-    the document's first, each later one the next `stride`; so every token has at least `window - stride` tokens of
-    context, or all. `stride = window - 1` is lm-evaluation-harness's rolling log-likelihood. May raise ValueError."""
+    the document's first, each later one the next `stride` tokens, so every token has at least `window - stride` tokens
+    of context, or all that exist. `stride = window - 1` is the rolling log-likelihood of lm-evaluation-harness. Raises
+    ValueError for a stride that is not in 1..window-1."""
     if not 1 <= stride < window:
         raise ValueError(
             f"stride={stride}: it must be from 1 to window - 1 = {window - 1}, so that every scored token "

@@ -24,7 +24,8 @@ def check(settings: BackendSettings) -> None:
 
 
 async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body for the server that decodes, after prefill; raises BackendFailed, BrokenStream or Refused."""
+    """The body for the server that decodes, once the other one has prefilled the prompt. Raises BackendFailed,
+    BrokenStream or Refused where it did not."""
     if path not in (CHAT, COMPLETIONS):  # an embedding is prefill alone
         return body
     first = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}

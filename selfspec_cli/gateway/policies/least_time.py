@@ -35,7 +35,8 @@ EXPLORE = 500  # one request in so many goes to the backend that was asked longe
 
 
 def by_time(request: Request, replicas: Sequence[Replica]) -> Choice:
-    """The order by time added by the request; a few requests go first where a prediction is missing."""
+    """The order by predicted time that the request adds; backends without a prediction come first, as long as no more
+    requests than a prediction needs are on their way there."""
     known = {replica.name: replica.predict(request) for replica in replicas}
     fewest_first = sorted(replicas, key=lambda one: one.running())
     few = [one for one in fewest_first if len(one.flights) < FEW]

@@ -37,30 +37,19 @@ def vllm(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_modules():
-    """A hundred questions of three modules: those of all take seconds."""
-    patch = pytest.MonkeyPatch()
+def few_modules_and_folders():
+    """A hundred questions of three modules, and two folders of the harness's own tasks: all of them take seconds."""
     texts = library.held_out_text()[:3]
-    patch.setattr(library, "held_out_text", lambda: texts)
-    patch.setattr(questions, "MOST", 100)
-    yield
-    patch.undo()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_folders():
-    """Two folders of the harness's own tasks: it reads the files of all for seconds."""
     folders = [Path(tasks.__file__).parent / name for name in ("arc", "hellaswag")]
-    patch = pytest.MonkeyPatch()
-    patch.setattr(
-        evaluate,
-        "TaskManager",
-        lambda include_defaults: tasks.TaskManager(
-            include_defaults=False, include_path=folders if include_defaults else None
-        ),
-    )
-    yield
-    patch.undo()
+
+    def manager(include_defaults):
+        return tasks.TaskManager(include_defaults=False, include_path=folders if include_defaults else None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "held_out_text", lambda: texts)
+        patch.setattr(questions, "MOST", 100)
+        patch.setattr(evaluate, "TaskManager", manager)
+        yield
 
 
 def model(**changes):

@@ -75,12 +75,9 @@ def test_every_width_that_draft_steps_ask_for_has_room(shape):
         assert built(shape, plan, tokens, wide.SHARED).slots >= FEWEST_SLOTS
 
 
-def test_a_build_without_room_for_weights_is_refused():
+def test_a_build_without_room_for_weights_or_for_more_heads_than_blocks_is_refused():
     with pytest.raises(ValueError, match="65536 bytes of shared memory have no room for the weights of 4 tokens"):
         built(LLAMA, planned(LLAMA, 132, 12, 0.5), 4, 65536)
-
-
-def test_a_build_for_more_heads_than_blocks_is_refused():
     heads = dataclasses.replace(LLAMA, heads=32)
     with pytest.raises(ValueError, match="4 tokens of 32 KV heads are more than 114 multiprocessors"):
         built(heads, planned(heads, 114, 12, 0.5), 4, wide.SHARED)
@@ -148,21 +145,22 @@ def kind(name: str, module: str, *bases: type) -> type:
     return type(name, bases or (SimpleNamespace,), {"__module__": f"vllm.model_executor.models.{module}"})
 
 
-def linear(rows: int, columns: int, bias: bool = False, bits: int = 4) -> Any:
+def on_copy(tensors: dict[str, torch.Tensor], bias: torch.Tensor | None = None) -> Any:
+    """A linear layer of vLLM's on a copy of four or eight bits."""
     copy: Any = CopiedWeight.__new__(CopiedWeight)
     nn.Module.__init__(copy)
-    tensors = {
-        "words": torch.zeros(rows, columns * bits // 32, dtype=torch.int32),
-        "scales": torch.zeros(rows, columns // 64, dtype=torch.float16),
-    }
     for name, tensor in tensors.items():
         copy.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    rows, groups = tensors["scales"].shape
     return SimpleNamespace(
-        copy_of_weight=copy,
-        bias=torch.zeros(rows) if bias else None,
-        output_size_per_partition=rows,
-        input_size_per_partition=columns,
+        copy_of_weight=copy, bias=bias, output_size_per_partition=rows, input_size_per_partition=64 * groups
     )
+
+
+def linear(rows: int, columns: int, bias: bool = False, bits: int = 4) -> Any:
+    words = torch.zeros(rows, columns * bits // 32, dtype=torch.int32)
+    scales = torch.zeros(rows, columns // 64, dtype=torch.float16)
+    return on_copy({"words": words, "scales": scales}, torch.zeros(rows) if bias else None)
 
 
 class RMSNorm:
@@ -215,17 +213,13 @@ def reason(layers: list[Any], decoder: Any = None, config: Any = CONFIG) -> str 
     return models.reason_against(decoder, layers, layers.__getitem__, config, torch.device("cpu"))
 
 
-def test_a_model_that_the_kernel_knows_lacks_a_gpu_alone():
+def test_a_model_that_the_kernel_knows_lacks_a_gpu_alone_and_a_user_can_switch_the_kernel_off(monkeypatch):
     layers = [a_layer(), a_layer()]
+    monkeypatch.setenv(models.SWITCH, "1")
     assert reason(layers) == "it needs an NVIDIA GPU of compute capability 9.0"
     assert models.shape_of(layers, 16) == dataclasses.replace(QWEN, layers=2, rope_float=True)
-
-
-def test_a_user_can_switch_the_kernel_off(monkeypatch):
     monkeypatch.setenv(models.SWITCH, "0")
-    assert reason([a_layer()]) == "SELFSPEC_FUSED_STEP is 0"
-    monkeypatch.setenv(models.SWITCH, "1")
-    assert reason([a_layer()]) == "it needs an NVIDIA GPU of compute capability 9.0"
+    assert reason(layers) == "SELFSPEC_FUSED_STEP is 0"
 
 
 def change(path: str, value: Any) -> Any:
@@ -272,6 +266,7 @@ def test_other_copies_than_those_of_four_bits_are_left_to_the_kernels_for_single
 
 def test_other_models_and_ranks_are_named():
     assert reason([a_layer()], a_decoder("Gemma2Model", "gemma2")) == "it does not know gemma2.Gemma2Model"
+    assert reason([], a_decoder("GPT2Model", "gpt2")) == "it does not know gpt2.GPT2Model"  # it has no layers at all
     ranks = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
     assert reason([a_layer()], config=ranks) == "weights are split over tensor-parallel ranks"
 
@@ -316,16 +311,12 @@ def test_one_layer_at_a_time_is_on_copies_and_only_what_kernels_read_is_kept(mon
     step.renew()
     gc.collect()
     assert len(alive) == 4 and not any(one() for one in alive)
-    weights = sum(tiles * 16 * groups * 64 for tiles, groups in zip(*map(dict.values, sizes(step.shape)), strict=True))
+    weights = sum(step.shape.tiles[phase] * 16 * step.shape.groups[phase] * 64 for phase in PHASES)
     assert sum(copy.numel() for copy in step.copies) == 2 * 2 * weights * RECORD // 1024  # layers, layouts
     read = sum(tensor.numel() * tensor.element_size() for tensor in step.read_by_a_step())
     assert 0 < read - 2 * weights * RECORD // 1024 < 0.001 * weights  # and norms and biases
     step.renew(copies=False)  # fitted ones stay
     assert len(alive) == 4
-
-
-def sizes(shape: Shape) -> tuple[dict[str, int], dict[str, int]]:
-    return shape.tiles, shape.groups
 
 
 OF_7B = {"hidden": 3584, "intermediate": 18944, "query_heads": 28, "heads": 4}
@@ -385,8 +376,3 @@ def test_what_was_unpacked_of_a_quantised_target_is_not_kept(monkeypatch):
     weight = torch.randn(32, 128)
     assert copied_layer(monkeypatch, weight).copy_of_weight._weight is weight
     assert copied_layer(monkeypatch, weight, shared=False).copy_of_weight._weight is None
-
-
-def test_a_decoder_that_keeps_its_layers_elsewhere_is_named_too():
-    """A model of Hugging Face's has no end_layer, and vLLM's GPT-2 has no layers."""
-    assert reason([], a_decoder("GPT2Model", "gpt2")) == "it does not know gpt2.GPT2Model"

@@ -127,45 +127,28 @@ def test_a_chat_that_is_too_long_keeps_the_end_of_its_template():
     assert plain == [7] * 40
 
 
-class Letters:
-    """A tokenizer whose tokens are bytes."""
-
-    max_model_len, vocab_size, has_template = 100, 256, True
-
-    def encode(self, text):
-        return [*text.encode()]
-
-    def chat(self, said):
-        return [*"|".join([said] if isinstance(said, str) else said).encode()]
-
-    def answer(self, ids):
-        return bytes(ids).decode()
-
-
 def test_a_workload_takes_its_prompts_from_the_file(tmp_path):
     file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
     work = WorkloadConfig(input_len=4, output_len=4, num_prompts=2, prompts=file)
-    tokens = Letters()
-    tokens.has_template = False
-    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), tokens)
-    assert sorted(found) == sorted([[*b"one"], [*b"thre"]])
+    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), Template(None))
+    assert sorted(map(text_of, found)) == ["one", "thre"]
     assert prompt_files.is_prompt_file(file) and not prompt_files.is_prompt_file("notes.txt")
 
 
 def test_a_later_turn_follows_the_answers_before_it_and_has_its_category(tmp_path):
     rows = [{"turns": ["a", "b", "c"], "category": "x"}, {"turns": ["d"], "category": "y"}]
     work = WorkloadConfig(input_len=20, output_len=4, num_prompts=2, prompts=jsonl(tmp_path / "q.jsonl", rows))
-    cfg, tokens = RunConfig(workload=work), Letters()
+    cfg, tokens = RunConfig(workload=work), Template("{{ messages | map(attribute='content') | join('|') }}")
     (first, second, third, other), categories = workload_turns(cfg, tokens)
-    assert (first, other, categories) == ([*b"a"], [*b"d"], ["x", "x", "x", "y"])
-    assert bytes(second([[*b"A"]])) == b"a|A|b"
-    assert bytes(third([[*b"A"], [*b"B"]])) == b"a|A|b|B|c"
+    assert (text_of(first), text_of(other), categories) == ("a", "d", ["x", "x", "x", "y"])
+    assert text_of(second([[*b"A"]])) == "a|A|b"
+    assert text_of(third([[*b"A"], [*b"B"]])) == "a|A|b|B|c"
     tokens.max_model_len = 9
     with pytest.raises(ConfigError):
         workload_turns(cfg, tokens)
-    assert bytes(third([[*b"A"], [*b"B"]])) == b"|b|B|c"[-5:]  # what is too long for the model loses its beginning
-    tokens.max_model_len, tokens.has_template = 100, False
-    assert bytes(second([[*b"A"]])) == b"a\nA\nb"
+    assert text_of(third([[*b"A"], [*b"B"]])) == "b|B|c"  # what is too long for the model loses its beginning
+    tokens.max_model_len, tokens.tokenizer.chat_template = 100, None
+    assert text_of(second([[*b"A"]])) == "a\nA\nb"
     random = WorkloadConfig(input_len=4, output_len=4, prompts="random")
     assert workload_turns(RunConfig(workload=random), tokens)[1] == []
 
@@ -196,6 +179,8 @@ MESSAGES = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
 class Tokenizer:
     """Its tokens are characters."""
 
+    all_special_ids = ()
+
     def __init__(self, template, system):
         self.chat_template, self.system = template, system
 
@@ -208,6 +193,9 @@ class Tokenizer:
     def encode(self, text, add_special_tokens):
         assert not add_special_tokens
         return [*map(ord, text)]
+
+    def decode(self, ids):
+        return text_of(ids)
 
 
 class Template(Tokens):

@@ -14,11 +14,11 @@ import torch
 from scripts import importable
 from torch import nn
 
-from selfspec_cli.early_exit.draft_weights.integers import INT4, integers
+from selfspec_cli.early_exit.draft_weights.integers import INT4
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
-from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, Arguments, Build, WideArguments, built, chunks
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned, records, unshifted
+from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, built, chunks
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
@@ -55,17 +55,6 @@ def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, s
     options = dict(option[2:].split("=") for option in build.options)
     assert options["SHARED"] == str(build.shared_bytes) and options["WORDS"] == str(build.words)
     assert int(options["CHUNKS"]) == chunks(shape, build.plan, records)
-
-
-def test_records_have_two_columns_in_a_byte_as_lanes_multiply_them():
-    copy = INT4.quantise(torch.randn(32, 128))
-    words = unshifted(records(copy))[..., :512].view(2, 2, 8, 4, 2, 2, 4)  # tile, group, row, t, part, below, byte
-    integers_ = integers(copy, 4)
-    for tile, group, row, t, part, below, byte in torch.cartesian_prod(*map(torch.arange, words.shape)).tolist():
-        found = int(words[tile, group, row, t, part, below, byte])
-        row_of_weights, column = tile * 16 + below * 8 + row, 8 * t + 4 * part + byte
-        low, high = (int(integers_[row_of_weights, group, column + n]) for n in (0, 32))
-        assert found == low + 8 | (high & 15) << 4
 
 
 @pytest.mark.parametrize("shape", [QWEN, LLAMA])
@@ -123,13 +112,9 @@ def test_a_block_without_room_for_many_tokens_is_refused():
         wide.built(LLAMA, 4, 16)
 
 
-def test_arguments_and_stamps_are_those_of_the_source():
+def test_stamps_are_those_of_the_source():
     folder = files("selfspec_cli.vllm_plugin.fused_step")
-    for parts, arguments in ((Build.parts, Arguments), (wide.Build.parts, WideArguments)):
-        source = "".join((folder / part).read_text() for part in parts)
-        body = re.search(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL).group(1)
-        names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body))
-        assert names == [name for name, *_ in arguments._fields_]
+    source = "".join((folder / part).read_text() for part in wide.Build.parts)
     assert int(re.search(r"#define STAMPS_OF_LAYER (\d+)", source).group(1)) == len(wide.STAMPS)
 
 
@@ -365,14 +350,8 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read(monkeypatc
     assert set(addresses) == {"norms", "bias", "stream", "wide"}
 
 
-def copied_layer(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, shared: bool = True) -> Any:
-    monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: SimpleNamespace(prepare=dict))
-    layer: Any = nn.Module()
-    layer.copy_of_weight = CopiedWeight(INT4, weight, shared)
-    return layer
-
-
 def test_what_was_unpacked_of_a_quantised_target_is_not_kept(monkeypatch):
+    monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: SimpleNamespace(prepare=dict))
     weight = torch.randn(32, 128)
-    assert copied_layer(monkeypatch, weight).copy_of_weight._weight is weight
-    assert copied_layer(monkeypatch, weight, shared=False).copy_of_weight._weight is None
+    assert CopiedWeight(INT4, weight, True)._weight is weight
+    assert CopiedWeight(INT4, weight, False)._weight is None

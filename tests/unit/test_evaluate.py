@@ -140,25 +140,17 @@ def test_scores_say_what_went_through_drafting():
     assert "stdlib_line exact_match 0.000 ± 0.000 (drafted)" in columns["scores"]
 
 
-def test_the_right_answers_are_right():
-    """A model that knows the answers scores 1, and one that knows some of them that share."""
+def test_a_model_that_knows_two_answers_of_three_scores_that_share(monkeypatch):
     (task,) = evaluate.load(["stdlib_line"])
-    answers = {one["context"]: one["rest"] for one in questions.stdlib_line()}
+    answers = {tuple(ids(one["context"])): one["rest"] for one in questions.stdlib_line()}
 
-    @contextmanager
-    def knowing(cfg):
-        engine = bigrams.Engine(cfg, max_model_len=2048)
-        contexts = {tuple(ids(context)): answer for context, answer in answers.items()}
+    def knowing(llm, tokens, params):
+        llm.asked.append((tokens, params))
+        text = answers[tuple(tokens)] if len(llm.asked) % 3 else "?"
+        return SimpleNamespace(outputs=[SimpleNamespace(text=text)])
 
-        def one(tokens, params):
-            engine.llm.asked.append(None)
-            known = len(engine.llm.asked) % 3
-            return SimpleNamespace(outputs=[SimpleNamespace(text=contexts[tuple(tokens)] if known else "?")])
-
-        engine.llm._one = one
-        yield engine
-
-    found = evaluate.run([BASELINE], [task], limit=12, fewshot=0, open_engine=knowing)
+    monkeypatch.setattr(bigrams.LLM, "_one", knowing)
+    found = evaluate.run([BASELINE], [task], limit=12, fewshot=0, open_engine=open_engine)
     assert found.findings[0].found["scores"][0]["value"] == pytest.approx(8 / 12)
 
 

@@ -163,10 +163,6 @@ class RotaryEmbedding:
 class SiluAndMul: ...
 
 
-def attention_module() -> Any:
-    return OneQueryAttention(SimpleNamespace(layer_name="layers.0"))
-
-
 def a_layer(module: str = "qwen2", layer: str = "Qwen2DecoderLayer") -> Any:
     hidden, inner = 1536, 8960
     made: Any = kind(layer, module)()
@@ -174,7 +170,7 @@ def a_layer(module: str = "qwen2", layer: str = "Qwen2DecoderLayer") -> Any:
     made.self_attn = SimpleNamespace(
         qkv_proj=linear(2048, hidden, bias=True),
         o_proj=linear(hidden, hidden),
-        attn=attention_module(),
+        attn=OneQueryAttention(SimpleNamespace(layer_name="layers.0")),
         rotary_emb=RotaryEmbedding(),
         head_dim=128,
         num_heads=12,
@@ -210,11 +206,8 @@ def test_a_model_that_the_kernel_knows_lacks_a_gpu_alone_and_a_user_can_switch_t
 def change(path: str, value: Any) -> Any:
     def make() -> Any:
         layer = a_layer()
-        *parents, name = path.split(".")
-        owner = layer
-        for parent in parents:
-            owner = getattr(owner, parent)
-        setattr(owner, name, value)
+        owner, _, name = path.rpartition(".")
+        setattr(getattr(layer, owner) if owner else layer, name, value)
         return layer
 
     return make

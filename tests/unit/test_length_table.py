@@ -25,10 +25,6 @@ def test_the_last_entry_that_is_reached_is_in_force():
     ]
     assert table.lengths == (5, 3, 2, 0)
     assert table.by_context
-
-
-def test_the_entries_of_a_load_are_those_of_the_last_that_it_reaches():
-    table = LengthTable.parse("33:3 129:0 129@8192:2", 5)
     assert table.row(32) == (Cell(1, 0, 5),)
     assert table.row(128) == (Cell(33, 0, 3),)
     assert table.row(4000) == (Cell(129, 0, 0), Cell(129, 8192, 2))

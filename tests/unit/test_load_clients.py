@@ -29,9 +29,8 @@ BODY = {"model": "toy", "max_tokens": 8, "stream": True, "temperature": 0}
 
 def with_locust(test):
     """A slow test, if locust is there. It is looked for and not imported: that would replace sockets by gevent's."""
-    return pytest.mark.slow(
-        pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")(test)
-    )
+    needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
+    return pytest.mark.slow(needs_locust(test))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Limits of the draft length: the table by load, which of its entries is in force, and what one request asks for."""
 
 import pytest
+from refusals import said
 
 from selfspec_cli.early_exit.counters import REASONS
 from selfspec_cli.early_exit.errors import SettingsError
@@ -50,9 +51,7 @@ def test_the_order_of_writing_does_not_matter_and_its_own_spelling_reads_back_eq
     ],
 )
 def test_what_is_no_table_is_refused(text, message):
-    with pytest.raises(SettingsError) as error:
-        LengthTable.parse(text, 5)
-    assert message in str(error.value)
+    assert message in said(SettingsError, LengthTable.parse, text, 5)
 
 
 def test_vllms_own_lookup_agrees():
@@ -104,9 +103,7 @@ def test_a_length_and_a_threshold():
     ],
 )
 def test_what_cannot_be_had_is_refused(asked, message):
-    with pytest.raises(SettingsError) as error:
-        RequestSettings.of(asked, settings())
-    assert message in str(error.value)
+    assert message in said(SettingsError, RequestSettings.of, asked, settings())
     with pytest.raises(SettingsError, match="selfspec_threshold"):
         RequestSettings.of({"selfspec_threshold": float("nan")}, settings(gate="maxp"))
 

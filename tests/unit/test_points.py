@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import numpy
 import pytest
-from points import ARM, BASELINE, against, baseline, drafts, failed, measured, point, repeat
+from points import ARM, BASELINE, against, baseline, drafts, measured, point, repeat
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
@@ -78,14 +78,6 @@ def test_drafts_that_no_pass_looked_at_are_in_no_round():
     row = tables.row(made)
     assert row.accept_rate == 8 / 36
     assert row.drafted_per_round == 4.0
-
-
-def test_what_was_not_measured_is_empty_and_not_zero():
-    row = tables.row(failed())
-    assert row.status == "failed: out of memory"
-    assert (row.tok_s_median, row.speedup, row.accept_rate, row.ttft_ms) == (None,) * 4
-    (cells,) = csv.DictReader(columns.text(columns.Summary, [row]).splitlines())
-    assert cells["ppl"] == cells["speedup"] == ""
 
 
 def test_outputs_are_compared_where_both_sides_have_one():

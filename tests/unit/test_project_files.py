@@ -120,13 +120,6 @@ def test_extras_take_every_supported_release_and_no_later_one():
         assert f"{major}.{minor}.7" in wanted.specifier and f"{major}.{minor + 1}.0" not in wanted.specifier
 
 
-def test_the_workflow_runs_what_ci_runs_on_every_python_of_the_metadata():
-    jobs = _read(".github/workflows/test.yml")["jobs"]
-    named = [word.rpartition(" :: ")[2] for word in PROJECT["project"]["classifiers"] if "Python :: 3." in word]
-    assert jobs["test"]["strategy"]["matrix"]["python"] == named
-    assert ".ci/run" in [step.get("run") for step in jobs["test"]["steps"]]
-
-
 def test_a_fault_is_reported_with_what_doctor_says():
     fault = {part["id"]: part for part in _read(".github/ISSUE_TEMPLATE/fault.yml")["body"]}
     assert "doctor --json" in fault["doctor"]["attributes"]["label"]
@@ -143,11 +136,13 @@ def test_package_model_citation_and_change_log_have_the_version_of_the_metadata(
     assert str(cited.get("date-released", "unreleased")) == dated
 
 
-def test_the_metadata_name_the_pythons_that_are_tested_and_no_host_of_a_registry():
-    project = PROJECT["project"]
+def test_the_metadata_name_the_pythons_that_the_workflow_tests_and_no_host_of_a_registry():
+    project, tested = PROJECT["project"], _read(".github/workflows/test.yml")["jobs"]["test"]
     named = [word.rpartition(" :: ")[2] for word in project["classifiers"] if "Python :: 3." in word]
     range_ = SpecifierSet(project["requires-python"])
     assert [minor for minor in range(8, 20) if f"3.{minor}.1" in range_] == [int(name[2:]) for name in named]
+    assert tested["strategy"]["matrix"]["python"] == named
+    assert ".ci/run" in [step.get("run") for step in tested["steps"]]
     assert project["urls"] and all(url.startswith("https://github.com/") for url in project["urls"].values())
 
 

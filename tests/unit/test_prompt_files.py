@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from jinja2 import Environment, TemplateError
+from refusals import said
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
@@ -85,7 +86,7 @@ def test_a_benchmark_is_asked_from_the_file_that_its_prompts_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "column", "said"),
+    ("text", "column", "words"),
     [
         ('{"prompt": "a"', None, "cannot be read as jsonl"),
         ('{"other": "a"}', None, "its columns: other"),
@@ -95,11 +96,10 @@ def test_a_benchmark_is_asked_from_the_file_that_its_prompts_name(tmp_path):
         ("", None, "it holds no prompt"),
     ],
 )
-def test_files_of_another_shape_are_named(tmp_path, text, column, said):
+def test_files_of_another_shape_are_named(tmp_path, text, column, words):
     (tmp_path / "q.jsonl").write_text(text)
-    with pytest.raises(ConfigError) as error:
-        read(str(tmp_path / "q.jsonl"), column)
-    assert said in str(error.value) and "q.jsonl" in str(error.value)
+    refused = said(ConfigError, read, str(tmp_path / "q.jsonl"), column)
+    assert words in refused and "q.jsonl" in refused
 
 
 def test_of_each_category_as_many_are_drawn_as_there_are_by_turns():
@@ -230,10 +230,10 @@ def test_a_row_has_its_kind_and_functions_with_types_of_json_schema(row):
 
 
 def test_turns_are_kept_and_functions_of_classes_are_read_from_beside_the_file(tmp_path):
-    said = [[{"role": "user", "content": "a"}], [], [{"role": "user", "content": "b"}]]
+    chats = [[{"role": "user", "content": "a"}], [], [{"role": "user", "content": "b"}]]
     turns = {
         "id": "multi_turn_miss_func_0",
-        "question": said,
+        "question": chats,
         "involved_classes": ["TwitterAPI"],
         "excluded_function": ["post"],
     }

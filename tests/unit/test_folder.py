@@ -6,7 +6,6 @@ import json
 import lzma
 import multiprocessing
 import os
-import random
 import resource
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from points import against, baseline, drafts, failed, point, repeat
 from test_points import finding
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, columns, folder, quality, tables
+from selfspec_cli.record import archive, folder, quality
 from selfspec_cli.record.folder import RecordError
 from selfspec_cli.report import compare, sources
 from selfspec_cli.whole import written
@@ -70,17 +69,6 @@ def test_a_point_is_never_written_twice(tmp_path):
         folder.save(tmp_path, replace(BASE, seconds=9.0))
     assert file.read_bytes() == before
     assert names(tmp_path) == [file.name]
-
-
-def test_the_tables_are_made_from_the_points_whatever_was_there(tmp_path):
-    for made in (BASE, ARM, failed(number=2)):
-        folder.save(tmp_path, made)
-    assert folder.export(tmp_path) == (3, [])
-    before = (tmp_path / "summary.csv").read_bytes()
-    (tmp_path / "summary.csv").write_bytes(bytes(random.Random(0).randrange(256) for _ in range(3000)))
-    assert [row.point for row in map(tables.row, folder.read(tmp_path)[0])][:2] == [BASE.id, ARM.id]
-    assert folder.export(tmp_path) == (3, []) and (tmp_path / "summary.csv").read_bytes() == before
-    assert list(lines(tmp_path)[0]) == columns.header(columns.Summary)
 
 
 def test_a_point_that_was_left_without_its_line_has_it_once_another_command_begins(tmp_path):

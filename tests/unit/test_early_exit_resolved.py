@@ -3,8 +3,10 @@
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import refusals
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, check_threshold, number
@@ -30,11 +32,7 @@ def read(layers=24, **spec):
     return ResolvedSettings.from_user(spec, layers, passthrough=VLLMS)
 
 
-def said(call, *given, **arguments):
-    """The text of the SettingsError."""
-    with pytest.raises(SettingsError) as caught:
-        call(*given, **arguments)
-    return str(caught.value)
+said = partial(refusals.said, SettingsError)
 
 
 # ---- what is filled in -----------------------------------------------------------------------------------------------

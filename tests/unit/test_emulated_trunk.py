@@ -11,7 +11,8 @@ import programs
 import pytest
 import torch
 from scripts import importable
-from torch import Tensor, nn
+from test_fused_step import on_copy
+from torch import Tensor
 
 from selfspec_cli.vllm_plugin import vllm_names
 from selfspec_cli.vllm_plugin.fused_step import drafting
@@ -20,7 +21,6 @@ from selfspec_cli.vllm_plugin.fused_step import layout as few_layout
 from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as many_layout
-from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
 ROOT = Path(__file__).resolve().parents[2]
 with importable(ROOT / "experiments/kernels") as find:
@@ -210,30 +210,15 @@ class Emulated:
         emulated.launch(self.library, self.build, arguments, 1)
 
 
-def linear(layer: dict[str, Any], name: str) -> Any:
-    copy: Any = CopiedWeight.__new__(CopiedWeight)
-    nn.Module.__init__(copy)
-    tensors = layer["copies"][name]
-    for part, tensor in tensors.items():
-        copy.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
-    copy._kernels, copy._names = SimpleNamespace(), tuple(tensors)
-    rows, groups = tensors["scales"].shape
-    return SimpleNamespace(
-        copy_of_weight=copy,
-        bias=layer["bias"] if name == "qkv" else None,
-        output_size_per_partition=rows,
-        input_size_per_partition=64 * groups,
-    )
-
-
 def decoder(model: Any) -> Any:
     """What a step reads of vLLM's decoder with such weights."""
     shape, layers = model.shape, []
     for number, layer in enumerate(model.layers):
         norms = [SimpleNamespace(weight=weight, variance_epsilon=shape.epsilon) for weight in layer["norms"]]
+        copies = layer["copies"]
         attention = SimpleNamespace(
-            qkv_proj=linear(layer, "qkv"),
-            o_proj=linear(layer, "o"),
+            qkv_proj=on_copy(copies["qkv"], layer["bias"]),
+            o_proj=on_copy(copies["o"]),
             attn=SimpleNamespace(layer_name=f"layers.{number}"),
             rotary_emb=SimpleNamespace(cos_sin_cache=model.rope),
             head_dim=shape.dim,
@@ -241,7 +226,7 @@ def decoder(model: Any) -> Any:
             num_kv_heads=shape.heads,
             scaling=shape.dim**-0.5,
         )
-        mlp = SimpleNamespace(gate_up_proj=linear(layer, "gate_up"), down_proj=linear(layer, "down"))
+        mlp = SimpleNamespace(gate_up_proj=on_copy(copies["gate_up"]), down_proj=on_copy(copies["down"]))
         layers.append(
             SimpleNamespace(self_attn=attention, mlp=mlp, input_layernorm=norms[0], post_attention_layernorm=norms[1])
         )
@@ -254,14 +239,19 @@ def fused_of(trunk: Any, requests: int) -> FusedStep:
     return FusedStep(trunk, trunk.layers, trunk.layers.__getitem__, 16, CPU, requests)
 
 
-def test_an_engines_step_of_many_tokens_is_the_wide_kernel(monkeypatch):
-    model = trunk_model.Model(QWEN, device="cpu")
-    step = trunk_model.Step(model, [*LENGTHS, 9])
+@pytest.fixture
+def six_multiprocessors(monkeypatch):
+    """A GPU of that size, and blocks of four warps: none is without a share of the columns, which are few."""
     properties = SimpleNamespace(multi_processor_count=6, shared_memory_per_block_optin=many_layout.SHARED)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(drafting, "WARPS", 4)
+
+
+def test_an_engines_step_of_many_tokens_is_the_wide_kernel(six_multiprocessors, monkeypatch):
+    model = trunk_model.Model(QWEN, device="cpu")
+    step = trunk_model.Step(model, [*LENGTHS, 9])
     monkeypatch.setattr(drafting, "Kernel", Emulated)
-    monkeypatch.setattr(drafting, "WARPS", 4)  # none without a share of the columns, which are few
     metadata = SimpleNamespace(max_query_len=1, seq_lens=step.lengths, block_table=step.table)
     names = [f"layers.{number}" for number in range(QWEN.layers)]
     caches = {name: SimpleNamespace(kv_cache=cache) for name, cache in zip(names, step.caches, strict=True)}
@@ -283,14 +273,10 @@ def test_an_engines_step_of_many_tokens_is_the_wide_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize(("spilled", "alone"), [(0, True), (10_000, False)])
-def test_nothing_but_the_kernels_holds_copies_only_where_they_can_run(monkeypatch, spilled, alone):
+def test_nothing_but_the_kernels_holds_copies_only_where_they_can_run(six_multiprocessors, monkeypatch, spilled, alone):
     """Else steps would multiply by the target's own weights, and drafting would cost what decoding does."""
     kernel = type("Spilling", (), {"spilled": spilled, "__init__": lambda self, *_: None})
-    properties = SimpleNamespace(multi_processor_count=6, shared_memory_per_block_optin=many_layout.SHARED)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(drafting, "Kernel", kernel)
-    monkeypatch.setattr(drafting, "WARPS", 4)
     monkeypatch.setattr(drafting, "reason_against", lambda *_: None)
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=16), scheduler_config=SimpleNamespace(max_num_seqs=1)

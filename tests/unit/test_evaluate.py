@@ -37,30 +37,19 @@ def vllm(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_modules():
-    """A hundred questions of three modules: those of all take seconds."""
-    patch = pytest.MonkeyPatch()
+def few_modules_and_folders():
+    """A hundred questions of three modules, and two folders of the harness's own tasks: all of them take seconds."""
     texts = library.held_out_text()[:3]
-    patch.setattr(library, "held_out_text", lambda: texts)
-    patch.setattr(questions, "MOST", 100)
-    yield
-    patch.undo()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_folders():
-    """Two folders of the harness's own tasks: it reads the files of all for seconds."""
     folders = [Path(tasks.__file__).parent / name for name in ("arc", "hellaswag")]
-    patch = pytest.MonkeyPatch()
-    patch.setattr(
-        evaluate,
-        "TaskManager",
-        lambda include_defaults: tasks.TaskManager(
-            include_defaults=False, include_path=folders if include_defaults else None
-        ),
-    )
-    yield
-    patch.undo()
+
+    def manager(include_defaults):
+        return tasks.TaskManager(include_defaults=False, include_path=folders if include_defaults else None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "held_out_text", lambda: texts)
+        patch.setattr(questions, "MOST", 100)
+        patch.setattr(evaluate, "TaskManager", manager)
+        yield
 
 
 def model(**changes):
@@ -151,25 +140,17 @@ def test_scores_say_what_went_through_drafting():
     assert "stdlib_line exact_match 0.000 ± 0.000 (drafted)" in columns["scores"]
 
 
-def test_the_right_answers_are_right():
-    """A model that knows the answers scores 1, and one that knows some of them that share."""
+def test_a_model_that_knows_two_answers_of_three_scores_that_share(monkeypatch):
     (task,) = evaluate.load(["stdlib_line"])
-    answers = {one["context"]: one["rest"] for one in questions.stdlib_line()}
+    answers = {tuple(ids(one["context"])): one["rest"] for one in questions.stdlib_line()}
 
-    @contextmanager
-    def knowing(cfg):
-        engine = bigrams.Engine(cfg, max_model_len=2048)
-        contexts = {tuple(ids(context)): answer for context, answer in answers.items()}
+    def knowing(llm, tokens, params):
+        llm.asked.append((tokens, params))
+        text = answers[tuple(tokens)] if len(llm.asked) % 3 else "?"
+        return SimpleNamespace(outputs=[SimpleNamespace(text=text)])
 
-        def one(tokens, params):
-            engine.llm.asked.append(None)
-            known = len(engine.llm.asked) % 3
-            return SimpleNamespace(outputs=[SimpleNamespace(text=contexts[tuple(tokens)] if known else "?")])
-
-        engine.llm._one = one
-        yield engine
-
-    found = evaluate.run([BASELINE], [task], limit=12, fewshot=0, open_engine=knowing)
+    monkeypatch.setattr(bigrams.LLM, "_one", knowing)
+    found = evaluate.run([BASELINE], [task], limit=12, fewshot=0, open_engine=open_engine)
     assert found.findings[0].found["scores"][0]["value"] == pytest.approx(8 / 12)
 
 

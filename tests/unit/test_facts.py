@@ -3,6 +3,7 @@
 import json
 import subprocess
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -161,33 +162,29 @@ def test_early_layers_of_an_ordinary_model_are_warned_of(model):
 # ---- the machine -----------------------------------------------------------------------------------------------------
 
 
-CARDS = [(f"GPU-{number}aaa", "NVIDIA H200") for number in range(8)]
-GPU = RunConfig(engine=EngineConfig(device="cuda"))
-
-
 @pytest.fixture
-def machine_with_gpus(monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: CARDS)
+def three_gpus(monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: [("GPU-a1", "a"), ("GPU-b2", "b"), ("GPU-c3", "c")])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_one_gpu_of_eight_is_one_gpu(machine_with_gpus, monkeypatch):
-    assert machine.device(GPU) == "NVIDIA H200"
+@pytest.mark.parametrize(
+    ("shown", "one", "two"), [(None, "a", "2x a"), ("1,2", "b", "2x b"), ("2", "c", "c"), ("", "no GPU", "no GPU")]
+)
+def test_the_device_is_as_many_of_the_gpus_as_the_model_is_divided_among(shown, one, two, three_gpus, monkeypatch):
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    for ranks, device in ((1, one), (2, two)):
+        model, engine = ModelConfig(tensor_parallel_size=ranks), EngineConfig(device="cuda")
+        assert machine.device(RunConfig(model=model, engine=engine)) == device
     assert machine.device(RunConfig()) == machine.cpu() and "cores" in machine.cpu()
-    two = replace(GPU, model=ModelConfig(tensor_parallel_size=2))
-    assert machine.device(two) == "2x NVIDIA H200"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert machine.device(two) == "NVIDIA H200"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert machine.device(GPU) == "no GPU"
 
 
 @pytest.mark.parametrize(
     ("wanted", "shown"),
     [(None, "abc"), ("1", "b"), ("2,0", "ca"), ("GPU-b", "b"), ("GPU-b2,0", "ba"), ("0,7,1", "a"), ("GPU-x", "")],
 )
-def test_cuda_visible_devices_is_read_as_cuda_reads_it(wanted, shown, machine_with_gpus, monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: [("GPU-a1", "a"), ("GPU-b2", "b"), ("GPU-c3", "c")])
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(wanted, shown, three_gpus, monkeypatch):
     if wanted is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
     assert "".join(machine.visible_gpus()) == shown
@@ -217,18 +214,14 @@ def test_the_revision_is_that_of_a_repository_that_tracks_the_package(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "code.py").write_text("1")
-    assert machine.git_revision(str(package)) is None
+    revision = partial(machine.git_revision.__wrapped__, str(package))  # without its cache
+    assert revision() is None
     (tmp_path / "theirs.py").write_text("1")
     commit(tmp_path, "theirs.py")  # as of a wheel inside a user's repository
-    machine.git_revision.cache_clear()
-    assert machine.git_revision(str(package)) is None
+    assert revision() is None
     commit(tmp_path, "package/code.py")
-    machine.git_revision.cache_clear()
-    found = machine.git_revision(str(package))
-    assert (len(found["revision"]), found["dirty"]) == (40, False)
+    assert (len(revision()["revision"]), revision()["dirty"]) == (40, False)
     (tmp_path / "results.csv").write_text("not ours")
-    machine.git_revision.cache_clear()
-    assert not machine.git_revision(str(package))["dirty"]
+    assert not revision()["dirty"]
     (package / "code.py").write_text("2")
-    machine.git_revision.cache_clear()
-    assert machine.git_revision(str(package))["dirty"]
+    assert revision()["dirty"]

@@ -6,7 +6,7 @@ import pytest
 from points import ARM, BASELINE, against, baseline, drafts, measured, point
 
 from selfspec_cli.record.point import compare
-from selfspec_cli.report import figures, make, sources
+from selfspec_cli.report import figures, sources
 from selfspec_cli.report.figures.base import LOSSY, PLAIN, RIVALS
 
 pytestmark = pytest.mark.slow  # each draws
@@ -181,11 +181,3 @@ def test_perplexities_are_a_figure_where_two_arms_differ_by_more_than_rounding()
     greedy = {"delta_ppl_of_greedy": 0.5, "delta_ppl_of_greedy_low": 0.1, "delta_ppl_of_greedy_high": 0.9}
     (panel,) = drawn(base, *same, **greedy, delta_ppl=1.182e-09)["perplexity"].panels
     assert [(row["text"], row["value"], row["low"], row["high"]) for row in panel.data] == [("0.5", 0.5, 0.1, 0.9)] * 3
-
-
-def test_figures_are_files_for_a_paper(tmp_path):
-    files = make.every([drawn(baseline(), against(baseline()))["speedup"]], tmp_path)
-    assert [file.name for file in files] == ["speedup.svg", "speedup.png"]
-    text = files[0].read_text()
-    assert "1.50x" in text and "varH ≤ 5" in text
-    assert files[1].read_bytes().startswith(b"\x89PNG")

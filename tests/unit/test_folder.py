@@ -6,25 +6,21 @@ import json
 import lzma
 import multiprocessing
 import os
-import random
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import call, done, refused
-from points import RUN, against, baseline, drafts, failed, point, repeat
+from points import against, baseline, drafts, failed, point, repeat
 from test_points import finding
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, columns, folder, quality, tables
+from selfspec_cli.record import archive, folder, quality
 from selfspec_cli.record.folder import RecordError
 from selfspec_cli.report import compare, sources
 from selfspec_cli.whole import written
@@ -75,17 +71,6 @@ def test_a_point_is_never_written_twice(tmp_path):
     assert names(tmp_path) == [file.name]
 
 
-def test_the_tables_are_made_from_the_points_whatever_was_there(tmp_path):
-    for made in (BASE, ARM, failed(number=2)):
-        folder.save(tmp_path, made)
-    assert folder.export(tmp_path) == (3, [])
-    before = (tmp_path / "summary.csv").read_bytes()
-    (tmp_path / "summary.csv").write_bytes(bytes(random.Random(0).randrange(256) for _ in range(3000)))
-    assert [row.point for row in map(tables.row, folder.read(tmp_path)[0])][:2] == [BASE.id, ARM.id]
-    assert folder.export(tmp_path) == (3, []) and (tmp_path / "summary.csv").read_bytes() == before
-    assert list(lines(tmp_path)[0]) == columns.header(columns.Summary)
-
-
 def test_a_point_that_was_left_without_its_line_has_it_once_another_command_begins(tmp_path):
     folder.save(tmp_path, BASE)
     before = (tmp_path / "summary.csv").read_bytes()
@@ -103,47 +88,6 @@ def test_files_that_are_no_points_are_one_warning_and_left_alone(tmp_path):
     assert points == [BASE]
     assert len(warnings) == 1
     assert "and 73 more" in warnings[0]
-
-
-def _save_many(results, name, acknowledged):
-    """Save 1,000 points and say of each that it is saved."""
-    for number in range(1000):
-        made = replace(BASE, id=f"{name}{number:011d}-{RUN}", key=f"{name}{number:011d}", number=number)
-        folder.save(results, made)
-        os.write(acknowledged, f"{made.id}\n".encode())
-
-
-@pytest.mark.slow
-def test_eight_processes_killed_at_random_lose_no_point_that_was_acknowledged(tmp_path):
-    context, draw = multiprocessing.get_context("fork"), random.Random(7)
-    read_end, write_end = os.pipe()
-    os.set_inheritable(write_end, True)
-    workers = [context.Process(target=_save_many, args=(tmp_path, name, write_end)) for name in "abcdef01"]
-    said: list[bytes] = []
-    reader = threading.Thread(target=lambda: said.extend(iter(lambda: os.read(read_end, 1 << 16), b"")), daemon=True)
-    for worker in workers:
-        worker.start()
-    os.close(write_end)
-    reader.start()
-    for number, worker in enumerate(workers, 1):
-        while sum(part.count(b"\n") for part in said) < 8 * number:
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 0.1))
-        worker.kill()
-    for worker in workers:
-        worker.join()
-    reader.join(10)
-    acknowledged = b"".join(said).decode().split()
-    points, warnings = folder.read(tmp_path)
-    there = [made.id for made in points]
-    assert warnings == []
-    assert len(set(acknowledged)) == len(acknowledged)
-    assert set(acknowledged) <= set(there)
-    assert len(there) - len(acknowledged) <= len(workers)  # saved, and killed before it could say so
-    with folder.writing(tmp_path):
-        pass
-    assert sorted(line["point"] for line in lines(tmp_path)) == sorted(there)
-    assert names(tmp_path) == sorted(f"{name}.json" for name in there)
 
 
 @pytest.fixture
@@ -222,20 +166,6 @@ def test_a_forked_engine_that_outlives_its_command_does_not_hold_the_folder(tmp_
     finally:
         ended.set()
         forked.join()
-
-
-def test_a_second_writer_is_refused_with_the_pid_of_the_first(tmp_path):
-    code = (
-        "import sys; from selfspec_cli.record.folder import writing\n"
-        f"with writing({str(tmp_path)!r}): print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=f"pid {other.pid}"), folder.writing(tmp_path):
-            pass
-        other.kill()  # a lock dies with its holder
-    with folder.writing(tmp_path):
-        pass
 
 
 def test_a_name_that_is_no_utf_8_loses_no_point(tmp_path):

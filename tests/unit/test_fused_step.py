@@ -14,11 +14,11 @@ import torch
 from scripts import importable
 from torch import nn
 
-from selfspec_cli.early_exit.draft_weights.integers import INT4, integers
+from selfspec_cli.early_exit.draft_weights.integers import INT4
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
 from selfspec_cli.vllm_plugin.fused_step import drafting, models
-from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, Arguments, Build, WideArguments, built, chunks
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned, records, unshifted
+from selfspec_cli.vllm_plugin.fused_step.launch import FEWEST_SLOTS, built, chunks
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, planned
 from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
@@ -57,17 +57,6 @@ def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, records, s
     assert int(options["CHUNKS"]) == chunks(shape, build.plan, records)
 
 
-def test_records_have_two_columns_in_a_byte_as_lanes_multiply_them():
-    copy = INT4.quantise(torch.randn(32, 128))
-    words = unshifted(records(copy))[..., :512].view(2, 2, 8, 4, 2, 2, 4)  # tile, group, row, t, part, below, byte
-    integers_ = integers(copy, 4)
-    for tile, group, row, t, part, below, byte in torch.cartesian_prod(*map(torch.arange, words.shape)).tolist():
-        found = int(words[tile, group, row, t, part, below, byte])
-        row_of_weights, column = tile * 16 + below * 8 + row, 8 * t + 4 * part + byte
-        low, high = (int(integers_[row_of_weights, group, column + n]) for n in (0, 32))
-        assert found == low + 8 | (high & 15) << 4
-
-
 @pytest.mark.parametrize("shape", [QWEN, LLAMA])
 def test_every_width_that_draft_steps_ask_for_has_room(shape):
     plan = planned(shape, 132, models.WARPS, drafting.EVENLY)
@@ -75,12 +64,9 @@ def test_every_width_that_draft_steps_ask_for_has_room(shape):
         assert built(shape, plan, tokens, wide.SHARED).slots >= FEWEST_SLOTS
 
 
-def test_a_build_without_room_for_weights_is_refused():
+def test_a_build_without_room_for_weights_or_for_more_heads_than_blocks_is_refused():
     with pytest.raises(ValueError, match="65536 bytes of shared memory have no room for the weights of 4 tokens"):
         built(LLAMA, planned(LLAMA, 132, 12, 0.5), 4, 65536)
-
-
-def test_a_build_for_more_heads_than_blocks_is_refused():
     heads = dataclasses.replace(LLAMA, heads=32)
     with pytest.raises(ValueError, match="4 tokens of 32 KV heads are more than 114 multiprocessors"):
         built(heads, planned(heads, 114, 12, 0.5), 4, wide.SHARED)
@@ -126,13 +112,9 @@ def test_a_block_without_room_for_many_tokens_is_refused():
         wide.built(LLAMA, 4, 16)
 
 
-def test_arguments_and_stamps_are_those_of_the_source():
+def test_stamps_are_those_of_the_source():
     folder = files("selfspec_cli.vllm_plugin.fused_step")
-    for parts, arguments in ((Build.parts, Arguments), (wide.Build.parts, WideArguments)):
-        source = "".join((folder / part).read_text() for part in parts)
-        body = re.search(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL).group(1)
-        names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body))
-        assert names == [name for name, *_ in arguments._fields_]
+    source = "".join((folder / part).read_text() for part in wide.Build.parts)
     assert int(re.search(r"#define STAMPS_OF_LAYER (\d+)", source).group(1)) == len(wide.STAMPS)
 
 
@@ -148,21 +130,22 @@ def kind(name: str, module: str, *bases: type) -> type:
     return type(name, bases or (SimpleNamespace,), {"__module__": f"vllm.model_executor.models.{module}"})
 
 
-def linear(rows: int, columns: int, bias: bool = False, bits: int = 4) -> Any:
+def on_copy(tensors: dict[str, torch.Tensor], bias: torch.Tensor | None = None) -> Any:
+    """A linear layer of vLLM's on a copy of four or eight bits."""
     copy: Any = CopiedWeight.__new__(CopiedWeight)
     nn.Module.__init__(copy)
-    tensors = {
-        "words": torch.zeros(rows, columns * bits // 32, dtype=torch.int32),
-        "scales": torch.zeros(rows, columns // 64, dtype=torch.float16),
-    }
     for name, tensor in tensors.items():
         copy.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    rows, groups = tensors["scales"].shape
     return SimpleNamespace(
-        copy_of_weight=copy,
-        bias=torch.zeros(rows) if bias else None,
-        output_size_per_partition=rows,
-        input_size_per_partition=columns,
+        copy_of_weight=copy, bias=bias, output_size_per_partition=rows, input_size_per_partition=64 * groups
     )
+
+
+def linear(rows: int, columns: int, bias: bool = False, bits: int = 4) -> Any:
+    words = torch.zeros(rows, columns * bits // 32, dtype=torch.int32)
+    scales = torch.zeros(rows, columns // 64, dtype=torch.float16)
+    return on_copy({"words": words, "scales": scales}, torch.zeros(rows) if bias else None)
 
 
 class RMSNorm:
@@ -180,10 +163,6 @@ class RotaryEmbedding:
 class SiluAndMul: ...
 
 
-def attention_module() -> Any:
-    return OneQueryAttention(SimpleNamespace(layer_name="layers.0"))
-
-
 def a_layer(module: str = "qwen2", layer: str = "Qwen2DecoderLayer") -> Any:
     hidden, inner = 1536, 8960
     made: Any = kind(layer, module)()
@@ -191,7 +170,7 @@ def a_layer(module: str = "qwen2", layer: str = "Qwen2DecoderLayer") -> Any:
     made.self_attn = SimpleNamespace(
         qkv_proj=linear(2048, hidden, bias=True),
         o_proj=linear(hidden, hidden),
-        attn=attention_module(),
+        attn=OneQueryAttention(SimpleNamespace(layer_name="layers.0")),
         rotary_emb=RotaryEmbedding(),
         head_dim=128,
         num_heads=12,
@@ -215,27 +194,20 @@ def reason(layers: list[Any], decoder: Any = None, config: Any = CONFIG) -> str 
     return models.reason_against(decoder, layers, layers.__getitem__, config, torch.device("cpu"))
 
 
-def test_a_model_that_the_kernel_knows_lacks_a_gpu_alone():
+def test_a_model_that_the_kernel_knows_lacks_a_gpu_alone_and_a_user_can_switch_the_kernel_off(monkeypatch):
     layers = [a_layer(), a_layer()]
+    monkeypatch.setenv(models.SWITCH, "1")
     assert reason(layers) == "it needs an NVIDIA GPU of compute capability 9.0"
     assert models.shape_of(layers, 16) == dataclasses.replace(QWEN, layers=2, rope_float=True)
-
-
-def test_a_user_can_switch_the_kernel_off(monkeypatch):
     monkeypatch.setenv(models.SWITCH, "0")
-    assert reason([a_layer()]) == "SELFSPEC_FUSED_STEP is 0"
-    monkeypatch.setenv(models.SWITCH, "1")
-    assert reason([a_layer()]) == "it needs an NVIDIA GPU of compute capability 9.0"
+    assert reason(layers) == "SELFSPEC_FUSED_STEP is 0"
 
 
 def change(path: str, value: Any) -> Any:
     def make() -> Any:
         layer = a_layer()
-        *parents, name = path.split(".")
-        owner = layer
-        for parent in parents:
-            owner = getattr(owner, parent)
-        setattr(owner, name, value)
+        owner, _, name = path.rpartition(".")
+        setattr(getattr(layer, owner) if owner else layer, name, value)
         return layer
 
     return make
@@ -272,6 +244,7 @@ def test_other_copies_than_those_of_four_bits_are_left_to_the_kernels_for_single
 
 def test_other_models_and_ranks_are_named():
     assert reason([a_layer()], a_decoder("Gemma2Model", "gemma2")) == "it does not know gemma2.Gemma2Model"
+    assert reason([], a_decoder("GPT2Model", "gpt2")) == "it does not know gpt2.GPT2Model"  # it has no layers at all
     ranks = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
     assert reason([a_layer()], config=ranks) == "weights are split over tensor-parallel ranks"
 
@@ -316,16 +289,12 @@ def test_one_layer_at_a_time_is_on_copies_and_only_what_kernels_read_is_kept(mon
     step.renew()
     gc.collect()
     assert len(alive) == 4 and not any(one() for one in alive)
-    weights = sum(tiles * 16 * groups * 64 for tiles, groups in zip(*map(dict.values, sizes(step.shape)), strict=True))
+    weights = sum(step.shape.tiles[phase] * 16 * step.shape.groups[phase] * 64 for phase in PHASES)
     assert sum(copy.numel() for copy in step.copies) == 2 * 2 * weights * RECORD // 1024  # layers, layouts
     read = sum(tensor.numel() * tensor.element_size() for tensor in step.read_by_a_step())
     assert 0 < read - 2 * weights * RECORD // 1024 < 0.001 * weights  # and norms and biases
     step.renew(copies=False)  # fitted ones stay
     assert len(alive) == 4
-
-
-def sizes(shape: Shape) -> tuple[dict[str, int], dict[str, int]]:
-    return shape.tiles, shape.groups
 
 
 OF_7B = {"hidden": 3584, "intermediate": 18944, "query_heads": 28, "heads": 4}
@@ -374,19 +343,8 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read(monkeypatc
     assert set(addresses) == {"norms", "bias", "stream", "wide"}
 
 
-def copied_layer(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, shared: bool = True) -> Any:
-    monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: SimpleNamespace(prepare=dict))
-    layer: Any = nn.Module()
-    layer.copy_of_weight = CopiedWeight(INT4, weight, shared)
-    return layer
-
-
 def test_what_was_unpacked_of_a_quantised_target_is_not_kept(monkeypatch):
+    monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: SimpleNamespace(prepare=dict))
     weight = torch.randn(32, 128)
-    assert copied_layer(monkeypatch, weight).copy_of_weight._weight is weight
-    assert copied_layer(monkeypatch, weight, shared=False).copy_of_weight._weight is None
-
-
-def test_a_decoder_that_keeps_its_layers_elsewhere_is_named_too():
-    """A model of Hugging Face's has no end_layer, and vLLM's GPT-2 has no layers."""
-    assert reason([], a_decoder("GPT2Model", "gpt2")) == "it does not know gpt2.GPT2Model"
+    assert CopiedWeight(INT4, weight, True)._weight is weight
+    assert CopiedWeight(INT4, weight, False)._weight is None

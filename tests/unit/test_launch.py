@@ -37,9 +37,18 @@ HERE = Path(__file__).parent
 LAYERS = (2, 3, 4, 6)
 
 
-def asked(kind="joblib", place=".", layers=LAYERS, **more):
-    launcher = LauncherConfig(kind=LauncherKind(kind), **more)
-    return [RunConfig(layer=layer, launcher=launcher, results_dir=str(place)) for layer in layers]
+PATHS = [str(HERE / "fake_worker"), str(HERE.parent), str(HERE.parents[1])]
+"""Where a worker, and each command that starts one, finds engines that are made up and the package."""
+
+
+def asked(kind="joblib", place=".", layers=LAYERS, device="cpu", ranks=1, **more):
+    launcher, engine = LauncherConfig(kind=LauncherKind(kind), **more), replace(RunConfig().engine, device=device)
+    model = ModelConfig(tensor_parallel_size=ranks)
+    common = {"launcher": launcher, "engine": engine, "model": model, "results_dir": str(place)}
+    return [RunConfig(layer=layer, **common) for layer in layers]
+
+
+ENGINE = SimpleNamespace(set_gate=lambda *words: None)
 
 
 def never(cfg):
@@ -51,8 +60,7 @@ def lab(tmp_path, monkeypatch):
     """A folder of results, and one in which made-up workers leave what they did; room for two workers."""
     place = tmp_path / "fake"
     place.mkdir()
-    paths = [str(HERE / "fake_worker"), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*PATHS, os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("FAKE_WORKER", str(place))
     monkeypatch.setattr(work, "own_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -67,9 +75,12 @@ def ran(place):
     return Counter((place / "measured").read_text().split("\n")[:-1])
 
 
+def units(layers, workers=1, ends=None, **more):
+    return work.cut(planning.plan(asked(layers=layers, **more)).families, workers, ends)
+
+
 def test_a_family_is_dealt_out_with_its_baseline_in_each_unit():
-    todo = planning.plan(asked(layers=(2, 3, 4, 5, 6)))
-    found = work.cut(todo.families, 2)
+    found = units((2, 3, 4, 5, 6), workers=2)
     assert [unit.name for unit in found] == ["u0", "u1"]
     assert [len(unit.points) for unit in found] == [4, 3]
     assert all(unit.points[0].is_baseline and not any(p.is_baseline for p in unit.points[1:]) for unit in found)
@@ -85,7 +96,7 @@ def test_families_share_the_workers_by_their_engines():
 
 
 def test_what_a_dead_worker_leaves_keeps_the_baseline_it_is_compared_with():
-    (unit,) = work.cut(planning.plan(asked(layers=(2, 3))).families, 1)
+    (unit,) = units((2, 3))
     base, two, three = unit.points
     assert work.rest(unit, {base.key, two.key}, "r").points == (base, three)
     assert work.rest(unit, {base.key, two.key, three.key}, "r") is None
@@ -93,8 +104,7 @@ def test_what_a_dead_worker_leaves_keeps_the_baseline_it_is_compared_with():
 
 
 def test_a_unit_takes_as_many_gpus_as_its_model_is_divided_among():
-    cfg = replace(asked(layers=(2,))[0], model=ModelConfig(tensor_parallel_size=4))
-    (unit,) = work.cut(planning.plan([cfg]).families, 1)
+    (unit,) = units((2,), ranks=4)
     assert unit.gpus == 4
 
 
@@ -116,9 +126,8 @@ def test_no_gpu_is_held_twice_and_a_unit_of_many_gets_its_own(monkeypatch):
     monkeypatch.setattr(driver, "workers_here", lambda cfg: 4)
     monkeypatch.setattr(work, "free", lambda cfg: ["0", "1"])
     monkeypatch.setattr(work, "near_cores", lambda gpu: [])
-    cfg = replace(asked(layers=(2,))[0], engine=replace(RunConfig().engine, device="cuda"))
     given = [SimpleNamespace(name=name, devices=count) for name, count in (("a", 1), ("b", 2), ("c", 1), ("d", 2))]
-    items = [item for _, item in driver.launch_here(given, cfg, "RUN", lambda unit: "")]
+    items = [item for _, item in driver.launch_here(given, asked(device="cuda")[0], "RUN", lambda unit: "")]
     assert items == [work.Ended(0)] * 4
     assert sorted(order) == ["a", "b", "c", "d"]
 
@@ -173,10 +182,7 @@ def test_jobs_that_are_processes_of_this_host_have_gpus_or_cores_of_their_own(la
     results, place = lab
     (place / "together").touch()
     monkeypatch.setattr(driver.machine, "gpus", lambda: [("GPU-a", "NVIDIA H100"), ("GPU-b", "NVIDIA H100")])
-    cfgs = asked("submitit", results)
-    for cfg in cfgs:
-        cfg.engine = replace(cfg.engine, device=device)
-    assert run(cfgs).exit_code == 0
+    assert run(asked("submitit", results, device=device)).exit_code == 0
     assert sorted(file.read_text() for file in place.glob("has-*")) == had
 
 
@@ -184,12 +190,9 @@ def test_a_ray_cluster_that_never_has_room_is_refused(monkeypatch):
     nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 1.0}} for _ in range(2)]
     monkeypatch.setattr(driver, "ray_connected", lambda cfg: SimpleNamespace(nodes=lambda: nodes))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    cfg = asked("ray", layers=(2,))[0]
-    cfg.engine = replace(cfg.engine, device="cuda")
-    assert driver.ray_workers(cfg) == 2
-    cfg.model = replace(cfg.model, tensor_parallel_size=2)
+    assert driver.ray_workers(asked("ray", device="cuda")[0]) == 2
     with pytest.raises(ConfigError, match=r"a worker takes 2 GPU\(s\) of one node, and no node .* more than 1"):
-        driver.ray_workers(cfg)
+        driver.ray_workers(asked("ray", device="cuda", ranks=2)[0])
 
 
 @pytest.mark.slow
@@ -271,7 +274,7 @@ def test_a_worker_with_fewer_cores_than_the_driver_measures_the_points_of_the_pl
 def test_a_worker_names_a_point_as_the_plan_does_only_where_it_is_the_same_point(monkeypatch):
     def document_on(device, **changed):
         monkeypatch.setattr(work.machine, "device", lambda cfg: device)
-        (unit,) = work.cut(planning.plan(asked(layers=(2,))).families, 1)
+        (unit,) = units((2,))
         return work.description(unit, "RUN") | changed, [planned.cfg for planned in unit.points]
 
     def same(there, here, **changed):
@@ -293,7 +296,7 @@ def test_workers_begin_no_point_after_the_end(lab):
     results, place = lab
     assert run(asked("joblib", results), ends=time.time() - 1).left == 1 + len(LAYERS)
     assert not (place / "measured").exists()
-    (unit,) = work.cut(planning.plan(asked(layers=(2,))).families, 1, ends=time.time() - 1)
+    (unit,) = units((2,), ends=time.time() - 1)
     assert list(work.points_of(work.description(unit, "RUN"), {})) == [work.Ended(0)]
 
 
@@ -309,13 +312,11 @@ def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_pa
     def launch(given, cfg, run_id, log):
         for unit in given:
             spooled = []
-            worker = [one.cfg for one in unit.points]
-            engine = SimpleNamespace(set_gate=lambda *words: None)
             sweep.run_unit(
-                worker,
+                [one.cfg for one in unit.points],
                 run_id + unit.name,
                 {},
-                open_engine=lambda cfg, engine=engine: nullcontext(engine),
+                open_engine=lambda cfg: nullcontext(ENGINE),
                 bench=lambda *words: measured(100.0, 101.0, 99.0),
                 keep=spooled.append,
                 ends=None,
@@ -341,9 +342,7 @@ def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_pa
 
 
 def test_a_unit_that_wants_more_gpus_than_there_are_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    cfgs = asked(layers=(2, 3), place=tmp_path)
-    for cfg, ranks in zip(cfgs, (1, 2), strict=True):
-        cfg.engine, cfg.model = replace(cfg.engine, device="cuda"), replace(cfg.model, tensor_parallel_size=ranks)
+    cfgs = [cfg for ranks in (1, 2) for cfg in asked(layers=(2,), place=tmp_path, device="cuda", ranks=ranks)]
     monkeypatch.setattr(driver.machine, "visible_gpus", lambda: ["NVIDIA H100"])
     with pytest.raises(ConfigError, match="tensor_parallel_size=2, and 1 GPUs can be seen"):
         run(cfgs)
@@ -369,16 +368,11 @@ def test_an_interrupt_does_not_wait_for_the_points_in_hand(lab, monkeypatch):
 
 
 def test_baselines_of_earlier_commands_are_refused(tmp_path):
-    cfgs = [replace(cfg, results_dir=str(tmp_path)) for cfg in asked(layers=(2,))]
-    local = [replace(cfg, launcher=LauncherConfig()) for cfg in cfgs]
-    engine = SimpleNamespace(set_gate=lambda *words: None)
-    sweep.run(
-        [replace(local[0], method=Method.baseline, layer=None)],
-        open_engine=lambda cfg: nullcontext(engine),
-        bench=lambda *words: measured(100.0, 101.0, 99.0),
-    )
+    (arm,) = asked(layers=(2,), place=tmp_path)
+    base = replace(arm, method=Method.baseline, layer=None, launcher=LauncherConfig())
+    sweep.run([base], open_engine=lambda cfg: nullcontext(ENGINE), bench=lambda *words: measured(100.0, 101.0, 99.0))
     with pytest.raises(ConfigError, match="launcher=joblib: a point is compared with a baseline of the same GPU"):
-        run(cfgs, reuse_baseline=True)
+        run([arm], reuse_baseline=True)
 
 
 @pytest.mark.parametrize(
@@ -428,9 +422,6 @@ def test_a_dry_run_shows_the_command_and_a_machine_without_sky_says_how_to_get_i
     assert "sky jobs launch" in shown.stdout
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert "pipx install 'skypilot[aws]'" in refused("sweep", *WORDS)
-
-
-def test_a_sweep_without_a_bucket_is_refused():
     assert "launcher.bucket=NAME" in refused("sweep", "launcher=sky")
 
 
@@ -451,10 +442,9 @@ def test_a_job_that_is_taken_away_three_times_ends_as_one_that_is_not(tmp_path):
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m selfspec_cli "$@"\n')
     command.chmod(0o755)
     (tmp_path / "fake").mkdir()
-    paths = [HERE / "fake_worker", HERE.parent, HERE.parents[1]]
     environment = os.environ | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONPATH": os.pathsep.join(PATHS),
         "FAKE_WORKER": str(tmp_path / "fake"),
         "FAKE_SECONDS": "0.3",
         "SELFSPEC_WORDS": shlex.join(WIDE),

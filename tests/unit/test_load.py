@@ -230,16 +230,8 @@ def test_a_trace_is_a_load_of_its_own_name_and_key(mooncake):
 
 
 def test_prompts_are_token_ids_that_fit_the_model(mooncake, monkeypatch):
-    class Tokens:
-        max_model_len = 1000
-
-        def __init__(self, cfg):
-            pass
-
-        def encode(self, text):
-            return [*map(ord, text)]
-
-    monkeypatch.setattr(stage, "ModelTokens", Tokens)
+    tokens = SimpleNamespace(max_model_len=1000, encode=lambda text: [*map(ord, text)])
+    monkeypatch.setattr(stage, "ModelTokens", lambda cfg: tokens)
     words = [f"workload.path={mooncake}", "workload.output_len=100"]
     found = stage.of_model(load_of(*words, "workload.input_len=900"))
     assert [(len(body["prompt"]), body["max_tokens"]) for body in found.bodies] == [(700, 4), (900, 100), (20, 6)]
@@ -353,17 +345,13 @@ def test_a_load_is_judged_by_the_share_of_requests_and_how_sure_it_is():
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 100, 1000])
-def test_a_bisection_of_whole_numbers_ends_between_two_neighbours_or_five_per_cent(limit):
+def test_a_bisection_ends_between_two_neighbours_or_five_per_cent(limit):
     asked = []
     low, high = greatest(lambda load: asked.append(load) or load <= limit, 1.0, whole=True)
     assert low <= limit < high and (high - low == 1 or high <= 1.05 * low)
     assert len(asked) == len(set(asked)) <= 25 and all(load == int(load) for load in asked)
-
-
-@pytest.mark.parametrize("limit", [0.003, 0.4, 1.0, 17.3, 900.0])
-def test_a_bisection_of_rates_begins_anywhere(limit):
-    low, high = greatest(lambda load: load <= limit, 1.0, whole=False)
-    assert low <= limit < high <= 1.06 * low
+    low, high = greatest(lambda load: load <= limit / 300, 1.0, whole=False)  # a rate begins anywhere
+    assert low <= limit / 300 < high <= 1.06 * low
 
 
 def test_where_no_load_or_every_load_keeps_the_limits_it_is_said():
@@ -416,10 +404,3 @@ def test_a_search_is_no_point_of_one_client():
     clients, _ = as_searches([replace(plain, load=LoadConfig())], ["ttft_p99=200"])
     assert replace(clients.load, slo=None) == plain.load and Keys().settings(clients) != Keys().settings(plain)
     assert as_searches([plain], []) == [plain]
-
-
-def test_without_limits_a_load_is_measured_as_it_is():
-    asked = []
-    search = Search(lambda *words: asked.append(words) or "measured")
-    assert search(RunConfig(load=LoadConfig(clients=3)), "server", "progress") == "measured"
-    assert asked[0][0].load.clients == 3 and len(asked) == 1

@@ -21,12 +21,16 @@ from selfspec_cli.engine.clients import ClientsError, Job, Run, Sample
 from selfspec_cli.record.point import median
 from selfspec_cli.stages import load
 
-# Looked for and not imported: that would replace this process's sockets by gevent's.
-needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
 TOKENS = [f'data: {{"choices": [{{"text": "{letter}"}}]}}' for letter in "abc"]
 USAGE = 'data: {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 2}}'
 DONE = "data: [DONE]"
 BODY = {"model": "toy", "max_tokens": 8, "stream": True, "temperature": 0}
+
+
+def with_locust(test):
+    """A slow test, if locust is there. It is looked for and not imported: that would replace sockets by gevent's."""
+    needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
+    return pytest.mark.slow(needs_locust(test))
 
 
 @pytest.fixture
@@ -55,8 +59,7 @@ def config(tmp_path, **changes):
     return RunConfig(method="baseline", workload=work, load=LoadConfig(**fields), results_dir=str(tmp_path / "results"))
 
 
-@pytest.mark.slow
-@needs_locust
+@with_locust
 def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart(toy, tmp_path):
     prompts = [{"prompt": [n]} for n in (1, 2, 13, 14)]
     failed = 'data: {"error": {"message": "out of memory"}}'
@@ -91,8 +94,7 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
     assert clients.read(tmp_path / "samples.jsonl").good == run.good
 
 
-@pytest.mark.slow
-@needs_locust
+@with_locust
 def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_path):
     moments = [0.0, 0.0, 0.2, 0.4, 0.4]
     slow = [{"prompt": [15]}]  # two seconds each: all are asked before the first has ended
@@ -105,8 +107,7 @@ def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_pat
     assert max(one.sent for one in known) < min(one.events[0] for one in known)
 
 
-@pytest.mark.slow
-@needs_locust
+@with_locust
 def test_clients_of_several_processes_share_the_requests_and_begin_together(toy, tmp_path):
     prompts = [{"prompt": [n]} for n in (1, 2, 3)]
     job = Job(toy.url, BODY, prompts, clients=3, requests=11, processes=2)
@@ -126,8 +127,7 @@ def test_clients_of_several_processes_share_the_requests_and_begin_together(toy,
     assert sorted(one.number for one in opened.good) == list(range(3))
 
 
-@pytest.mark.slow
-@needs_locust
+@with_locust
 def test_where_one_of_several_processes_cannot_run_the_others_end(toy, tmp_path, monkeypatch):
     start, environments = clients.children.start, iter([{}, {"SELFSPEC_LOAD": "{}"}])
     monkeypatch.setattr(clients.children, "start", lambda words, out, own: start(words, out, own | next(environments)))
@@ -158,8 +158,7 @@ def loader(tmp_path, monkeypatch):
     return load.Loader(tmp_path / "raw")
 
 
-@pytest.mark.slow
-@needs_locust
+@with_locust
 def test_two_servers_are_measured_with_the_same_requests(toy, tmp_path, loader):
     slower, asked_of_slower, end = serve(step=0.02)
     cfg = config(tmp_path)
@@ -176,8 +175,7 @@ def test_two_servers_are_measured_with_the_same_requests(toy, tmp_path, loader):
     assert Path(found.engine["samples"], "repeat-2", "samples.jsonl").is_file()
 
 
-@pytest.mark.slow
-@needs_locust
+@with_locust
 def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path, loader):
     found = server_at(toy.url)
     cfg = config(tmp_path, share=0.5, clients=2, requests=6, repeats=1)
@@ -188,8 +186,7 @@ def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path, 
     assert not (tmp_path / "raw" / "002" / "saturation").exists()
 
 
-@pytest.mark.slow
-@needs_locust
+@with_locust
 def test_the_most_clients_that_keep_a_limit_are_found_on_a_server_that_slows_down(tmp_path, loader):
     url, _, end = serve(step=0.02, shared=True)  # 3 of 7 steps are a TPOT: 8.6 ms for each request at once
     search = load.Search(loader)
@@ -203,8 +200,7 @@ def test_the_most_clients_that_keep_a_limit_are_found_on_a_server_that_slows_dow
     assert 1 <= facts["clients"] <= 3 and facts["slo"]["broken_at"] == facts["clients"] + 1
 
 
-@pytest.mark.slow
-@needs_locust
+@with_locust
 def test_an_interrupt_keeps_what_had_ended(toy, tmp_path, loader):
     cfg = config(tmp_path, requests=None, seconds=600.0, repeats=3)
 
@@ -224,8 +220,7 @@ def test_an_interrupt_keeps_what_had_ended(toy, tmp_path, loader):
     assert "it was interrupted" in load.warnings(found[0].engine)[0]
 
 
-@pytest.mark.slow
-@needs_locust
+@with_locust
 def test_a_point_in_which_every_request_fails_says_why(toy, tmp_path):
     job = Job(toy.url, BODY, [{"prompt": [13]}], clients=1, requests=2)
     with pytest.raises(ClientsError, match="no request ended well: HTTP 400"):

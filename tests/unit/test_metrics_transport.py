@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import programs
 import pytest
@@ -79,38 +80,25 @@ def test_logits_that_are_no_numbers_are_warned_of_once_and_end_a_strict_engine(m
         set_strict(False)
 
 
-class Event:
-    """A CUDA event that has happened while `done` is true."""
-
-    done = True
-    recorded = 0
-
-    def record(self):
-        Event.recorded += 1
-
-    def query(self):
-        return Event.done
-
-
 def test_a_late_copy_never_waits_and_is_made_once_in_a_while(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(state.time, "monotonic", lambda: clock[0])
     source = torch.tensor([1, 2])
     copy = LateCopy(source, every=0.5)
-    copy._done = Event()
-    Event.done = False
-    assert copy.read() is None and Event.recorded == 1
+    copy._done = event = Mock()  # a CUDA event
+    event.query.return_value = False
+    assert copy.read() is None and event.record.call_count == 1
     source += 10
     clock[0] += 10
-    assert copy.read() is None and Event.recorded == 1  # the device has not come to it: nothing else is begun
-    Event.done = True
+    assert copy.read() is None and event.record.call_count == 1  # the device has not come to it: no other is begun
+    event.query.return_value = True
     assert copy.read() == [1, 2]  # as they were, and the next one is under way
-    assert Event.recorded == 2
+    assert event.record.call_count == 2
     assert copy.read() == [11, 12]
     clock[0] += 0.4
-    assert copy.read() is None and Event.recorded == 2
+    assert copy.read() is None and event.record.call_count == 2
     clock[0] += 0.2
-    assert copy.read() is None and Event.recorded == 3
+    assert copy.read() is None and event.record.call_count == 3
 
 
 @pytest.mark.parametrize("made_inside", [True, False])

@@ -2,7 +2,8 @@
 
 import gzip
 import json
-from contextlib import contextmanager
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -164,29 +165,21 @@ def test_one_arm_is_profiled_and_kept(tmp_path, monkeypatch):
     kernels = [{"name": "aten::mm", "seconds": 5e-6, "calls": 1}]
     packed = gzip.compress(json.dumps({"traceEvents": CPU}).encode())
 
-    class Engine:
-        """An engine without vLLM."""
+    def call(method, *words):
+        if method == "early_exit_profile_stop":
+            Path(*words).write_bytes(packed)
+            return kernels
+        assert method == "early_exit_profile_start"
+        return None
 
-        layer, llm = None, SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=False))
+    def generate(prompts, length, **more):
+        assert more["detokenize"] and len(prompts) == more["batch"] == 1
+        return SimpleNamespace(outputs=[[0] * length], tokens_per_second=9.0)
 
-        def call(self, method, *words):
-            if method == "early_exit_profile_stop":
-                with open(*words, "wb") as file:
-                    file.write(packed)
-                return kernels
-            assert method == "early_exit_profile_start"
-            return None
-
-        def generate(self, prompts, length, **more):
-            assert more["detokenize"] and len(prompts) == more["batch"] == 1
-            return SimpleNamespace(outputs=[[0] * length], tokens_per_second=9.0)
-
-    @contextmanager
-    def open_engine(config):
-        yield Engine()
-
+    llm = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=False))
+    engine = SimpleNamespace(layer=None, llm=llm, call=call, generate=generate)
     monkeypatch.setattr(stage, "workload_prompts", lambda cfg, engine: [[1]] * 4)
-    found, path = stage.run(cfg, open_engine=open_engine, tokens=64)
+    found, path = stage.run(cfg, open_engine=lambda config: nullcontext(engine), tokens=64)
     assert found.tokens == 64 and found.key == run_key(cfg)
     assert sum(found.seconds.values()) == pytest.approx(found.wall) and found.kernels == kernels
     assert quality.newest_profiles(tmp_path)[found.key].name == path.stem == found.name

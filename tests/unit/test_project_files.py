@@ -79,7 +79,7 @@ def _rows():
 
 
 def _missing(row):
-    """What a line names and is not there."""
+    """What a line names and is not there: pages and headings, files and tests."""
     for file, test, page, heading in PLACES.findall(row):
         if page:
             found = ROOT / "docs" / page
@@ -108,12 +108,6 @@ def test_every_line_of_the_checklist_names_what_is_there():
         assert list(_missing(f"{answer} {where}")) == [], row
 
 
-def test_what_is_gone_from_the_checklist_is_found():
-    gone = ("`tests/unit/test_nothing.py`", "`tests/unit/test_bandit.py::test_of_yesterday`", "[x](limits.md#nowhere)")
-    for one in (*gone, "[x](nowhere.md)"):
-        assert len(list(_missing(one))) == 1
-
-
 def test_extras_take_every_supported_release_and_no_later_one():
     from packaging.requirements import Requirement
 
@@ -124,13 +118,6 @@ def test_extras_take_every_supported_release_and_no_later_one():
         assert [each.release for each in SUPPORTED if each.release not in wanted.specifier] == []
         major, minor, _ = map(int, SUPPORTED[-1].release.split("."))
         assert f"{major}.{minor}.7" in wanted.specifier and f"{major}.{minor + 1}.0" not in wanted.specifier
-
-
-def test_the_workflow_runs_what_ci_runs_on_every_python_of_the_metadata():
-    jobs = _read(".github/workflows/test.yml")["jobs"]
-    named = [word.rpartition(" :: ")[2] for word in PROJECT["project"]["classifiers"] if "Python :: 3." in word]
-    assert jobs["test"]["strategy"]["matrix"]["python"] == named
-    assert ".ci/run" in [step.get("run") for step in jobs["test"]["steps"]]
 
 
 def test_a_fault_is_reported_with_what_doctor_says():
@@ -149,11 +136,13 @@ def test_package_model_citation_and_change_log_have_the_version_of_the_metadata(
     assert str(cited.get("date-released", "unreleased")) == dated
 
 
-def test_the_metadata_name_the_pythons_that_are_tested_and_no_host_of_a_registry():
-    project = PROJECT["project"]
+def test_the_metadata_name_the_pythons_that_the_workflow_tests_and_no_host_of_a_registry():
+    project, tested = PROJECT["project"], _read(".github/workflows/test.yml")["jobs"]["test"]
     named = [word.rpartition(" :: ")[2] for word in project["classifiers"] if "Python :: 3." in word]
     range_ = SpecifierSet(project["requires-python"])
     assert [minor for minor in range(8, 20) if f"3.{minor}.1" in range_] == [int(name[2:]) for name in named]
+    assert tested["strategy"]["matrix"]["python"] == named
+    assert ".ci/run" in [step.get("run") for step in tested["steps"]]
     assert project["urls"] and all(url.startswith("https://github.com/") for url in project["urls"].values())
 
 
@@ -232,36 +221,7 @@ def test_every_module_of_the_plugin_is_listed():
         assert file.name in named(vllm_plugin.__doc__) | named(near), file
 
 
-# ---- results/LOG.md: every entry has a question, a setup, a result, a verdict and a file that is there, in eight
-
-
-LINES = 8
-FILE = re.compile(r"`([\w.*-]+(?:/[\w.*-]+)*)`")
-
-
-def entries(text):
-    """Heading -> lines of each entry, the heading among them."""
-    parts = [re.split(r"^## ", part, flags=re.M)[0] for part in re.split(r"^(?=### )", text, flags=re.M)[1:]]
-    return {part.splitlines()[0].removeprefix("### "): part.rstrip().splitlines() for part in parts}
-
-
-def faults(heading, lines, there):
-    """What is wrong with an entry. there(name): whether a file or folder of that name is published or in the tree."""
-    text = "\n".join(lines)
-    if not heading.endswith("?"):
-        yield "is no question"
-    if len(lines) > LINES:
-        yield f"has {len(lines)} lines"
-    wanted = [r"^- Setup: ", r"^- Result[^:\n]*: ", r"^- Verdict: "]
-    places = [match.start() if (match := re.search(part, text, re.M)) else -1 for part in wanted]
-    if -1 in places or places != sorted(places):
-        yield "has no setup, result and verdict in this order"
-    verdict = text[max(places[-1], 0) :]
-    names = FILE.findall(verdict)
-    if "History: " not in verdict and "entry above" not in verdict:
-        if not any(map(there, names)):
-            yield "names no file"
-        yield from (f"names {name}, which is not there" for name in names if "/" in name and not there(name))
+# ---- results/LOG.md
 
 
 def published_names():
@@ -285,21 +245,21 @@ def there():
     return there
 
 
-def test_every_entry_has_its_five_parts(there):
-    book = entries((ROOT / "results" / "LOG.md").read_text(encoding="utf-8"))
-    assert len(book) > 40
-    assert {heading: said for heading, lines in book.items() if (said := list(faults(heading, lines, there)))} == {}
+PARTS = re.compile(r"^### .*\?$.*^- Setup: .*^- Result[^:\n]*: .*^- Verdict: (.*)", re.MULTILINE | re.DOTALL)
 
 
-def test_a_part_that_lacks_is_named(there):
-    good = ["### Is it?", "- Setup: a.", "- Result, here: b.", "- Verdict: yes. `cpu`, `gpu/widened`"]
-    assert list(faults("Is it?", good, there)) == []
-    assert list(faults("It is", good, there)) == ["is no question"]
-    assert list(faults("Is it?", [*good, *["more"] * 5], there)) == ["has 9 lines"]
-    assert "has no setup, result and verdict in this order" in list(faults("Is it?", good[:1] + good[:0:-1], there))
-    gone = [*good[:-1], "- Verdict: yes. `cpu`, `gpu/nothing`"]
-    assert list(faults("Is it?", gone, there)) == ["names gpu/nothing, which is not there"]
-    assert list(faults("Is it?", [*good[:-1], "- Verdict: yes."], there)) == ["names no file"]
+def test_every_entry_has_a_question_a_setup_a_result_a_verdict_and_a_file_that_is_there(there):
+    text = (ROOT / "results" / "LOG.md").read_text(encoding="utf-8")
+    entries = [part.partition("\n## ")[0].rstrip() for part in re.split(r"^(?=### )", text, flags=re.MULTILINE)[1:]]
+    assert len(entries) > 40
+    for entry in entries:
+        assert len(entry.splitlines()) <= 8, entry
+        parts = PARTS.match(entry)
+        assert parts, entry
+        names = re.findall(r"`([\w.*-]+(?:/[\w.*-]+)*)`", parts[1])
+        if "History: " not in parts[1] and "entry above" not in parts[1]:
+            assert any(map(there, names)), entry
+            assert [name for name in names if "/" in name and not there(name)] == [], entry
 
 
 def test_the_change_log_is_the_notes_of_a_release():

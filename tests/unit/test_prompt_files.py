@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from jinja2 import Environment, TemplateError
+from refusals import said
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
@@ -85,7 +86,7 @@ def test_a_benchmark_is_asked_from_the_file_that_its_prompts_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "column", "said"),
+    ("text", "column", "words"),
     [
         ('{"prompt": "a"', None, "cannot be read as jsonl"),
         ('{"other": "a"}', None, "its columns: other"),
@@ -95,11 +96,10 @@ def test_a_benchmark_is_asked_from_the_file_that_its_prompts_name(tmp_path):
         ("", None, "it holds no prompt"),
     ],
 )
-def test_files_of_another_shape_are_named(tmp_path, text, column, said):
+def test_files_of_another_shape_are_named(tmp_path, text, column, words):
     (tmp_path / "q.jsonl").write_text(text)
-    with pytest.raises(ConfigError) as error:
-        read(str(tmp_path / "q.jsonl"), column)
-    assert said in str(error.value) and "q.jsonl" in str(error.value)
+    refused = said(ConfigError, read, str(tmp_path / "q.jsonl"), column)
+    assert words in refused and "q.jsonl" in refused
 
 
 def test_of_each_category_as_many_are_drawn_as_there_are_by_turns():
@@ -127,45 +127,28 @@ def test_a_chat_that_is_too_long_keeps_the_end_of_its_template():
     assert plain == [7] * 40
 
 
-class Letters:
-    """A tokenizer whose tokens are bytes."""
-
-    max_model_len, vocab_size, has_template = 100, 256, True
-
-    def encode(self, text):
-        return [*text.encode()]
-
-    def chat(self, said):
-        return [*"|".join([said] if isinstance(said, str) else said).encode()]
-
-    def answer(self, ids):
-        return bytes(ids).decode()
-
-
 def test_a_workload_takes_its_prompts_from_the_file(tmp_path):
     file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
     work = WorkloadConfig(input_len=4, output_len=4, num_prompts=2, prompts=file)
-    tokens = Letters()
-    tokens.has_template = False
-    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), tokens)
-    assert sorted(found) == sorted([[*b"one"], [*b"thre"]])
+    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), Template(None))
+    assert sorted(map(text_of, found)) == ["one", "thre"]
     assert prompt_files.is_prompt_file(file) and not prompt_files.is_prompt_file("notes.txt")
 
 
 def test_a_later_turn_follows_the_answers_before_it_and_has_its_category(tmp_path):
     rows = [{"turns": ["a", "b", "c"], "category": "x"}, {"turns": ["d"], "category": "y"}]
     work = WorkloadConfig(input_len=20, output_len=4, num_prompts=2, prompts=jsonl(tmp_path / "q.jsonl", rows))
-    cfg, tokens = RunConfig(workload=work), Letters()
+    cfg, tokens = RunConfig(workload=work), Template("{{ messages | map(attribute='content') | join('|') }}")
     (first, second, third, other), categories = workload_turns(cfg, tokens)
-    assert (first, other, categories) == ([*b"a"], [*b"d"], ["x", "x", "x", "y"])
-    assert bytes(second([[*b"A"]])) == b"a|A|b"
-    assert bytes(third([[*b"A"], [*b"B"]])) == b"a|A|b|B|c"
+    assert (text_of(first), text_of(other), categories) == ("a", "d", ["x", "x", "x", "y"])
+    assert text_of(second([[*b"A"]])) == "a|A|b"
+    assert text_of(third([[*b"A"], [*b"B"]])) == "a|A|b|B|c"
     tokens.max_model_len = 9
     with pytest.raises(ConfigError):
         workload_turns(cfg, tokens)
-    assert bytes(third([[*b"A"], [*b"B"]])) == b"|b|B|c"[-5:]  # what is too long for the model loses its beginning
-    tokens.max_model_len, tokens.has_template = 100, False
-    assert bytes(second([[*b"A"]])) == b"a\nA\nb"
+    assert text_of(third([[*b"A"], [*b"B"]])) == "b|B|c"  # what is too long for the model loses its beginning
+    tokens.max_model_len, tokens.tokenizer.chat_template = 100, None
+    assert text_of(second([[*b"A"]])) == "a\nA\nb"
     random = WorkloadConfig(input_len=4, output_len=4, prompts="random")
     assert workload_turns(RunConfig(workload=random), tokens)[1] == []
 
@@ -196,6 +179,8 @@ MESSAGES = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
 class Tokenizer:
     """Its tokens are characters."""
 
+    all_special_ids = ()
+
     def __init__(self, template, system):
         self.chat_template, self.system = template, system
 
@@ -208,6 +193,9 @@ class Tokenizer:
     def encode(self, text, add_special_tokens):
         assert not add_special_tokens
         return [*map(ord, text)]
+
+    def decode(self, ids):
+        return text_of(ids)
 
 
 class Template(Tokens):
@@ -242,10 +230,10 @@ def test_a_row_has_its_kind_and_functions_with_types_of_json_schema(row):
 
 
 def test_turns_are_kept_and_functions_of_classes_are_read_from_beside_the_file(tmp_path):
-    said = [[{"role": "user", "content": "a"}], [], [{"role": "user", "content": "b"}]]
+    chats = [[{"role": "user", "content": "a"}], [], [{"role": "user", "content": "b"}]]
     turns = {
         "id": "multi_turn_miss_func_0",
-        "question": said,
+        "question": chats,
         "involved_classes": ["TwitterAPI"],
         "excluded_function": ["post"],
     }

@@ -18,13 +18,6 @@ from selfspec_cli.early_exit.replay import Setting, draft_lengths, settings_for,
 # ---- what rounds cost ------------------------------------------------------------------------------------------------
 
 
-@given(costs, st.floats(0, 20), st.floats(0, 20))
-def test_a_round_is_a_line_over_its_length(made, k, more):
-    assert made.step >= 0
-    assert made.round(k) >= made.verify + made.start
-    assert made.round(k + more) - made.round(k) == pytest.approx(more * made.step, rel=1e-6, abs=1e-6 * made.round(20))
-
-
 @given(costs, st.floats(1e-3, 1e3), st.integers(1, 20), st.floats(1, 20))
 def test_the_unit_of_time_changes_no_speedup(made, unit, k, tokens):
     scaled = Costs(**{name: value * unit for name, value in asdict(made).items()})

@@ -1,15 +1,14 @@
-"""Puts the lab book into the site while mkdocs builds it (`hooks` of mkdocs.yml)."""
+"""Puts the lab book into the site while mkdocs builds it (`hooks` of mkdocs.yml), and takes out links that leave it."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-ON_THE_SITE = {"../results/LOG.md": "lab_book.md", "../../results/LOG.md": "../lab_book.md"}
-"""Links that lead somewhere in the repository, too, and the page of the site that they lead to."""
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -19,8 +18,8 @@ def on_files(files: Files, *, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links that are for the repository lead to pages of the site."""
-    for link, page in ON_THE_SITE.items():
-        markdown = markdown.replace(f"]({link})", f"]({page})")
-    return markdown
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Lead links to the lab book to its page, and leave only the words of links to other files of the repository."""
+    up = "../" * page.file.src_uri.count("/")
+    markdown = markdown.replace(f"]({up}../results/LOG.md", f"]({up}lab_book.md")
+    return re.sub(rf"\[([^\]]+)\]\({re.escape(up)}\.\./[^)]+\)", r"\1", markdown)

@@ -191,7 +191,7 @@ class Loaded(HTMLParser):
 def site(tmp_path_factory):
     pytest.importorskip("mkdocs", reason="pip install 'selfspec[docs]' builds the pages")
     folder = tmp_path_factory.mktemp("site")
-    run = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    run = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -10,7 +10,6 @@ from harness import greedy, layer_skip, live, ragged_prompts
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 
-pytestmark = pytest.mark.engine
 FILE = Path(__file__).with_name("architectures.jsonl")
 
 FAMILIES = {

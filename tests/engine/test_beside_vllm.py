@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from models import save_tiny
-
-pytestmark = pytest.mark.engine
 
 SCRIPT = """
 import sys

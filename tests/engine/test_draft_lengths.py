@@ -8,8 +8,6 @@ from harness import GATES, Live, differing, greedy, layer_skip, live, ragged_pro
 from models import LAYERS, VOCAB
 from vllm.exceptions import VLLMValidationError
 
-pytestmark = pytest.mark.engine
-
 K = 6
 VLLMS = [[1, 2, K], [3, 4, 2], [5, 8, 0]]  # vLLM's way to write a table
 TABLE = "1:6 1@120:1 3:3 3@60:0 3@110:6 6:2"

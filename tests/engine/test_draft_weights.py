@@ -26,8 +26,6 @@ from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
 from selfspec_cli.vllm_plugin.weights import shared
 from selfspec_cli.vllm_plugin.weights.shared import shallow_copy
 
-pytestmark = pytest.mark.engine
-
 EXIT, K, SOME = LAYERS // 2, 3, range(0, 32, 4)
 COMPILED = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "NONE"}}
 FP8 = layer_skip(EXIT, K, draft_weights="fp8")

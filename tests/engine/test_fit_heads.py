@@ -31,8 +31,6 @@ from selfspec_cli.texts import corpora
 from selfspec_cli.vllm_plugin.exit_head import gathered, sharded, split
 from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
 
-pytestmark = pytest.mark.engine
-
 EXITS = (2, LAYERS // 2)
 PAIRS, RIDGE = 3000, 1e-3
 NAMES = ("lens", "lsq", "lsq_argmax", "lsq_bias", "translator", "translator_r4", "translator_bias")

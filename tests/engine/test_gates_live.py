@@ -16,8 +16,6 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate
 from selfspec_cli.early_exit.replay import Setting, draft_lengths
 
-pytestmark = pytest.mark.engine
-
 K = 6
 PROMPTS = ragged_prompts(12, VOCAB, seed=3)
 AT_ONCE = 8  # of the engine

@@ -17,8 +17,6 @@ from models import LAYERS
 
 from selfspec_cli.early_exit.gates import GATES as GATE_RULES
 
-pytestmark = pytest.mark.engine
-
 EXITS = (1, LAYERS // 4, LAYERS // 2, LAYERS - 1)
 LENGTHS = (1, 3, 5, 8)
 STARTED = tuple(zip(EXITS, reversed(LENGTHS), strict=True))

@@ -11,8 +11,6 @@ from harness import GATES, Live, greedy, layer_skip, live, ragged_prompts
 from models import EOS, LAYERS, MAX_LEN, VOCAB
 from vllm.sampling_params import StructuredOutputsParams
 
-pytestmark = pytest.mark.engine
-
 K = 5
 PROMPTS = ragged_prompts(12, VOCAB, seed=1)
 STOPS = list(range(3, 60))  # so many that most requests meet one

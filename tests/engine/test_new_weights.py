@@ -2,15 +2,12 @@
 
 import logging
 
-import pytest
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin.observe import metrics
 from selfspec_cli.vllm_plugin.weights import copied
-
-pytestmark = pytest.mark.engine
 
 EXIT, K = LAYERS // 2, 5
 

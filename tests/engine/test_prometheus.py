@@ -18,7 +18,7 @@ from served import ENGINE_FORKED, START_SECONDS, metric, served, wait_for
 
 from selfspec_cli.engine.server import free_port
 
-pytestmark = [pytest.mark.engine, programs.needs("prometheus", "promtool")]
+pytestmark = programs.needs("prometheus", "promtool")
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 CODE = "def read_lines(path):\n"

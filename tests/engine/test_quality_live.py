@@ -16,8 +16,6 @@ from selfspec_cli.record import quality
 from selfspec_cli.stages import ppl, profile
 from selfspec_cli.texts import library
 
-pytestmark = pytest.mark.engine
-
 WORDS = ["layer=3", "k=4", "gate=maxp", "tau=0.3", "engine.enforce_eager=true", "engine.kv_cache_gib=0.1"]
 REQUEST = ppl.Request(documents=3, document_tokens=80, window=32, stride=16, prompts=4, prompt_tokens=24, length=16)
 

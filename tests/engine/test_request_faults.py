@@ -16,8 +16,6 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-pytestmark = pytest.mark.engine
-
 EXIT, K, TOKENS = LAYERS // 2, 5, 24
 WHOLE_PREFILLS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024, "enable_prefix_caching": False}
 ENGINE: dict[str, Any] = {

@@ -9,8 +9,6 @@ from selfspec_cli.engine.live import open_engine
 from selfspec_cli.record import folder, tables
 from selfspec_cli.stages import measure, sweep
 
-pytestmark = pytest.mark.engine
-
 K, PROMPTS = 3, 4
 NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 

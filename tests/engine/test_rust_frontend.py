@@ -17,10 +17,7 @@ from selfspec_cli.engine import server as servers
 from selfspec_cli.engine.deployment import Deployment
 
 PROGRAM = os.environ.get("VLLM_RUST_FRONTEND_PATH", "")
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not os.access(PROGRAM, os.X_OK), reason="VLLM_RUST_FRONTEND_PATH does not name vllm-rs"),
-]
+pytestmark = pytest.mark.skipif(not os.access(PROGRAM, os.X_OK), reason="VLLM_RUST_FRONTEND_PATH does not name vllm-rs")
 PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Folder:\n", "for name in sorted(names):\n"]
 SERVE = """
 from vllm.entrypoints.cli.serve import ServeSubcommand

@@ -24,8 +24,6 @@ from transformers import AutoModelForCausalLM
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 
-pytestmark = pytest.mark.engine
-
 SEEDS = int(os.environ.get("SELFSPEC_SEEDS", "2048"))
 TEMPERATURE = 0.8
 ACCEPT = 1e-3  # p-values of right engines are above it, of wrong ones below; seeds are fixed, so nothing flickers

@@ -20,8 +20,6 @@ from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
 
-pytestmark = pytest.mark.engine
-
 WORDS = [
     "sweep",
     "gate=varH",

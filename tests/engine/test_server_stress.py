@@ -28,8 +28,6 @@ from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.engine import server as servers
 from selfspec_cli.engine.server import Server, open_server
 
-pytestmark = pytest.mark.engine
-
 LIMIT = 384  # tokens of prompt and output together
 BLOCKS = 24  # of 32 tokens; a request of the crowd grows to four or five
 CROWD, LENGTH = 64, 96

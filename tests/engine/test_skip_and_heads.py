@@ -15,8 +15,6 @@ from selfspec_cli.early_exit.artifact import model_fingerprint, save_head
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead
 
-pytestmark = pytest.mark.engine
-
 EXIT = LAYERS // 2
 HIDDEN = 64
 SOME = range(0, 32, 4)

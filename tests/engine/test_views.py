@@ -15,8 +15,6 @@ from selfspec_cli.early_exit.view import skipped_layers
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
-pytestmark = pytest.mark.engine
-
 __all__ = ["made"]  # the fixture
 K, SOME = 3, range(0, 32, 4)
 

@@ -26,8 +26,6 @@ from more_models import (
 from safetensors.torch import load_file
 from vllm.lora.request import LoRARequest
 
-pytestmark = pytest.mark.engine
-
 EXIT, K = LAYERS // 2, 3
 
 

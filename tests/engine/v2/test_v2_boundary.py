@@ -8,14 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from harness import greedy, layer_skip, live, ragged_prompts
 from models import LAYERS, VOCAB
 
 from selfspec_cli.vllm_plugin import subclasses
 from selfspec_cli.vllm_plugin.patches import CHANGES
-
-pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
 PROMPTS = ragged_prompts(3, VOCAB, seed=2)

@@ -19,8 +19,6 @@ from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
-pytestmark = pytest.mark.engine
-
 K, FREE = 5, 8
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory_bytes": 2**25}
 PROMPTS = [

@@ -23,8 +23,6 @@ from test_request_faults import (
 )
 from vllm.exceptions import VLLMClientError
 
-pytestmark = pytest.mark.engine
-
 TOKENS, THOUGHT = 8, 26
 TEXTS = [*PROMPTS.values(), *[PROMPTS["n"]] * len(V2_FIELDS)]
 NAMES = [*FIELDS, *V2_FIELDS]

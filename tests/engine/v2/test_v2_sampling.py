@@ -17,8 +17,6 @@ from vllm import SamplingParams
 
 from selfspec_cli.vllm_plugin.planted import v2
 
-pytestmark = pytest.mark.engine
-
 SEEDS, TOKENS = 80, 3
 CUT: dict[str, Any] = {"min_p": 0.2, "logit_bias": {3: 2.0, 7: -2.0, 11: 1.0}}
 """So strong that few samples show it. A token that min_p forbids must never come."""

@@ -291,10 +291,8 @@ def cases(tensor_parallel: int = 1) -> Iterator[Case]:
             yield Case(model, *MIDDLE, requests)
         yield Case(model, *MIDDLE, "company", spec={"draft_sample_method": "probabilistic"})
         yield Case(model, *MIDDLE, "crowd", engine=MANY)
-        yield Case(model, *MIDDLE, engine=PREEMPTING)
-        yield Case(model, *MIDDLE, engine=EAGER)
-        yield Case(model, *MIDDLE, engine={"async_scheduling": False})
-        yield Case(model, *MIDDLE, engine=COMPILED)
+        for more in (PREEMPTING, EAGER, {"async_scheduling": False}, COMPILED):
+            yield Case(model, *MIDDLE, engine=more)
         yield Case(model, *MIDDLE, "adapters", engine=ADAPTERS)
         if tensor_parallel > 1:
             for kind in ("fp8", "int8"):
@@ -654,14 +652,6 @@ def graphs_of(it: Live) -> dict[str, int]:
     return found
 
 
-def replayed(case: Case) -> dict[str, int]:
-    """Full graphs of the target that were replayed, by tokens a request, and steps that ran without one."""
-    with engine(case, drafting=True) as it:
-        found = graphs_of(it)
-        it.generate(*plain())
-    return found
-
-
 GATED = [
     Case("llama", *MIDDLE),
     Case("qwen3", *MIDDLE),
@@ -738,7 +728,9 @@ if pytest is not None:
         assert all(sound(row, gate, case.k) for gate, row in found.items()), found
 
     def test_steps_of_every_width_replay_a_full_graph():
-        found = replayed(Case("llama", *MIDDLE, spec={"length_table": TABLE}))
+        with engine(Case("llama", *MIDDLE, spec={"length_table": TABLE}), drafting=True) as it:
+            found = graphs_of(it)
+            it.generate(*plain())
         assert {"FULL 1", "FULL 3", "FULL 6"} <= found.keys(), found
         assert not {"NONE 1", "NONE 3", "NONE 6"} & found.keys(), found
 

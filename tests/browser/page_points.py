@@ -10,13 +10,6 @@ from selfspec_cli.record.point import Measurement, Repeat, compare
 from selfspec_cli.record.quality import Profile
 from selfspec_cli.record.statistics import RequestTimes
 
-CONFIG = {
-    "model": {"name": "m", "path": "m", "dtype": "float32"},
-    "gate": {"kind": "varH"},
-    "method": "layer_skip",
-    "results_dir": "results",
-}
-
 
 def _measured(tok_s, drafts, batch, ppl):
     repeats = []
@@ -35,13 +28,7 @@ def _measured(tok_s, drafts, batch, ppl):
 
 
 def _point(number, arm, measured, **more):
-    about = {
-        "command": ["selfspec", "sweep", "experiment=m4_varh"],
-        "config": CONFIG | {"k": arm.get("k")},
-        "versions": {"selfspec": "0.1.0", "python": "3.11"},
-        "hardware": {"cores": 2},
-    }
-    return points.point(f"{number:012x}", arm, measured, number=number, **about | more)
+    return points.point(f"{number:012x}", arm, measured, number=number, **more)
 
 
 def sweep_points(batches=(1, 4), thresholds=(4.0, 5.0, 6.0), lengths=(2, 4, 6)):

@@ -22,21 +22,9 @@ from selfspec_cli.report import make
 CHROMIUM, DRIVER = programs.chromium(), shutil.which("chromedriver")
 pytestmark = programs.needs("chromium", "chromedriver", "axe-core")
 
-QUIET = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--disable-dev-shm-usage",
-)
+QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage")
 LOOKS = [(1400, "light"), (1400, "dark"), (800, "light"), (420, "light"), (420, "dark")]
 PATIENCE = 120  # seconds, on a machine that is busy
-READY = "return document.documentElement.dataset.ready"
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +50,24 @@ def driver(tmp_path_factory):
 
 def shown(driver, page, width=1280, scheme="light"):
     """Open a page, as wide and as light as is asked for, and wait until it has drawn everything."""
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    resize(driver, width, 900)
     media = [{"name": "prefers-color-scheme", "value": scheme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
     driver.get_log("browser")
     driver.get(page.as_uri())
-    until = time.monotonic() + PATIENCE
-    while driver.execute_script(READY) != "true":
+
+    def ready():
         problem = driver.execute_script("return document.getElementById('problem')?.textContent")
         assert not problem, problem
-        assert time.monotonic() < until, "the page is not ready"
+        return driver.execute_script("return document.documentElement.dataset.ready") == "true"
+
+    wait_for(ready, "the page is not ready")
+
+
+def wait_for(done, otherwise):
+    until = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < until, otherwise
         time.sleep(0.1)
 
 
@@ -89,12 +84,15 @@ def console_messages(driver):
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
+def resize(driver, width, height):
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
 def keep_picture(driver, name):
     if where := os.environ.get("SHOTS"):
         tall = driver.execute_script("return Math.min(document.documentElement.scrollHeight, 9000)")
-        wide = driver.execute_script("return innerWidth")
-        size = {"width": wide, "height": tall, "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resize(driver, driver.execute_script("return innerWidth"), tall)
         Path(where).mkdir(parents=True, exist_ok=True)
         driver.save_screenshot(str(Path(where) / f"{name}.png"))
 
@@ -184,10 +182,7 @@ def test_a_figure_shows_another_panel_and_its_points(driver, pages):
       const select = document.getElementById('latency-panel');
       select.value = '1';
       select.dispatchEvent(new Event('change'))""")
-    until = time.monotonic() + PATIENCE
-    while driver.execute_script(drawn) == before:
-        assert time.monotonic() < until, "the figure did not change"
-        time.sleep(0.1)
+    wait_for(lambda: driver.execute_script(drawn) != before, "the figure did not change")
     driver.execute_script("document.querySelector('#by_threshold figcaption button').click()")
     hint = driver.execute_script("return document.getElementById('only').textContent")
     assert "points of one figure" in hint

@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -262,25 +262,11 @@ def line(name: str, **changes: Any) -> dict[str, Any]:
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
-def prepare() -> None:
-    """Call it before the first engine."""
-    _inspect_here()
-    _useful_dummies()
+def prepare(replace: Callable[..., Any] = setattr) -> None:
+    """Call it before the first engine.
 
-
-def _inspect_here() -> None:
-    """Let vLLM look at a model's class in this process: it starts another one for each, which imports all of vLLM."""
-    from vllm.model_executor.models import registry
-
-    def inspect_model_cls(self: Any) -> Any:
-        return registry._ModelInfo.from_model_cls(self.load_model_cls())
-
-    registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls
-
-
-def _useful_dummies() -> None:
-    """Weights of vLLM's load_format=dummy that keep the size of what they map; those of layers after the exit are
-    damped as in a file. vLLM's own are so small that every logit is the same."""
+    Weights of vLLM's load_format=dummy then keep the size of what they map; those of layers after the exit are damped
+    as in a file. vLLM's own are so small that every logit is the same."""
     import torch
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -296,7 +282,7 @@ def _useful_dummies() -> None:
                     _randomise(key, plain, False)
                     weight.copy_(plain)
 
-    DummyModelLoader.load_weights = load_weights
+    replace(DummyModelLoader, "load_weights", load_weights)
 
 
 def _in_a_fork(name: str, seconds: int, changes: dict[str, Any]) -> dict[str, Any]:
@@ -352,8 +338,10 @@ def main() -> None:
     import harness  # noqa: F401
     import transformers  # noqa: F401
     from vllm import LLM  # noqa: F401
+    from vllm.model_executor.models import registry
 
     prepare()
+    registry._run_in_subprocess = lambda ask: ask()  # a class is looked at here, not by a process that imports vLLM
     changes = {key: yaml.safe_load(text) for key, text in (one.split("=", 1) for one in given.set)}
     if given.heads_of_128:
         SHAPE.update(HEADS_OF_128)

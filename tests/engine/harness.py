@@ -40,9 +40,6 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         return Counts(self.rounds - other.rounds, self.drafted - other.drafted, self.accepted - other.accepted)
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted)
-
     def require_both_verdicts(self) -> None:
         """A lossless test shows nothing unless drafts were made, some accepted and some rejected."""
         assert 0 < self.accepted < self.drafted, self

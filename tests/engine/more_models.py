@@ -244,14 +244,8 @@ def without_video_processor(monkeypatch: Any, kind: str) -> None:
 
 def without_torchvision(monkeypatch: Any) -> None:
     """Let vLLM import models whose image processors, unused here, import torchvision; in this process alone."""
-    import architectures
     import transformers.image_processing_utils  # noqa: F401 (it looks for torchvision itself, so it comes first)
-    from vllm.model_executor.models import registry
 
-    monkeypatch.setattr(
-        registry._LazyRegisteredModel, "inspect_model_cls", registry._LazyRegisteredModel.inspect_model_cls
-    )  # `_inspect_here` replaces it
-    architectures._inspect_here()
     parent: Any = None
     parts = ("torchvision", "transforms", "v2", "functional")
     for name in (".".join(parts[: n + 1]) for n in range(len(parts))):

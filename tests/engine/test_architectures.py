@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 from architectures import EXIT, PROMPTS, TOKENS, VOCAB, K, asked, line, prepare, save
 from harness import greedy, layer_skip, live, ragged_prompts
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-from vllm.model_executor.models.registry import _LazyRegisteredModel
 
-pytestmark = pytest.mark.engine
 FILE = Path(__file__).with_name("architectures.jsonl")
 
 FAMILIES = {
@@ -25,9 +22,7 @@ FAMILIES = {
 @pytest.fixture(scope="module", autouse=True)
 def prepared():
     with pytest.MonkeyPatch.context() as patches:  # they end with this module
-        patches.setattr(_LazyRegisteredModel, "inspect_model_cls", _LazyRegisteredModel.inspect_model_cls)
-        patches.setattr(DummyModelLoader, "load_weights", DummyModelLoader.load_weights)
-        prepare()
+        prepare(patches.setattr)
         yield
 
 

@@ -3,11 +3,13 @@ round by round the engine does what the method in plain PyTorch does (early_exit
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import GATES, Live, change_everything, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import GATES, Counts, Live, change_everything, differing, greedy, layer_skip, live, tokens
 from models import LAYERS, VOCAB
 from safetensors.torch import load_file
 
@@ -16,24 +18,19 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate
 from selfspec_cli.early_exit.replay import Setting, draft_lengths
 
-pytestmark = pytest.mark.engine
-
 K = 6
-PROMPTS = ragged_prompts(12, VOCAB, seed=3)
-AT_ONCE = 8  # of the engine
-LENGTH = 48
+FEW = range(12)
+AT_ONCE = range(8)  # of the engine
 
 
 @pytest.fixture(scope="module")
-def plain(model_dir) -> list[list[int]]:
-    """What the plain engine generates."""
-    with live(model_dir("llama")) as engine:
-        return tokens(engine.generate(PROMPTS, greedy(LENGTH)))
+def want(expected) -> Any:
+    return expected("llama")
 
 
 @pytest.fixture(scope="module")
-def drafting(plain, model_dir) -> Iterator[Live]:
-    with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
+def drafting(want) -> Iterator[Live]:
+    with live(want.path, layer_skip(LAYERS // 2, K)) as engine:
         yield engine
 
 
@@ -44,32 +41,22 @@ def ungated(drafting):
     drafting.call("early_exit_set_gate", "none", None)
 
 
-def same(engine: Live, plain: list[list[int]], count: int = len(PROMPTS)) -> Any:
-    """Generate, compare, and give vLLM's counts; drafts were made, some accepted and some not. count: of prompts."""
-    made = engine.gives(PROMPTS[:count], greedy(LENGTH), plain[:count])
-    made.require_both_verdicts()
-    return made
-
-
-def recorded(engine: Live, plain: list[list[int]], count: int = len(PROMPTS)) -> tuple[Any, DraftLog]:
+def recorded(engine: Live, want: Any, only: range) -> tuple[Any, DraftLog]:
     engine.call("early_exit_record", True)
     try:
-        made = same(engine, plain, count)
+        made = want.check(engine, only)
+        made.require_both_verdicts()
         return made, DraftLog.from_plain(engine.call("early_exit_recorded"), K)
     finally:
         engine.call("early_exit_record", False)
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_recording_changes_nothing_and_agrees_with_vllms_counters(drafting, plain, gate):
+def test_recording_changes_nothing_and_agrees_with_vllms_counters(drafting, want, gate):
     drafting.call("early_exit_set_gate", gate, GATES[gate])
-    made, log = recorded(drafting, plain)
-    assert (len(log.drafted), int(log.drafted.sum()), int(log.accepted.sum())) == (
-        made.rounds,
-        made.drafted,
-        made.accepted,
-    )
-    assert len(log.request.unique()) == len(PROMPTS)
+    made, log = recorded(drafting, want, FEW)
+    assert Counts(len(log.drafted), int(log.drafted.sum()), int(log.accepted.sum())) == made
+    assert len(log.request.unique()) == len(FEW)
     assert torch.isfinite(log.statistics[log.was_drafted]).all()
     if gate != "none":
         # The recorded statistics are those on which the gate decided: replayed, it stops where it stopped.
@@ -82,93 +69,83 @@ def rounds_of(log: DraftLog, request: int) -> list[Round]:
     return [Round(*pair) for pair in zip(own.drafted.tolist(), own.accepted.tolist(), strict=True)]
 
 
+def by_reference(path: Path, layer: int, k: int, threshold: float | None, prompts: Any, lengths: Any) -> list[Any]:
+    """Text and rounds of each request by the method in plain PyTorch, from the same weights, one request at a time."""
+    model = Decoder(load_file(path / "model.safetensors"), LAYERS, head_dim=32)
+    draft, gate = partial(model, layers=layer), always if threshold is None else confident(threshold)
+    return [
+        generate(model, draft, model.new_cache(len(prompt) + length + 2 * k), prompt, length, k, gate)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("layer", "k", "threshold"), [(LAYERS // 2, K, None), (LAYERS // 2, K, 0.3), (2, 3, 0.2), (LAYERS - 1, 1, None)]
 )
-def test_every_round_is_the_references(drafting, plain, model_dir, report, layer, k, threshold):
-    """From the same weights, in a batch of eight beside the reference's one request at a time."""
-    model = Decoder(load_file(model_dir("llama") / "model.safetensors"), LAYERS, head_dim=32)
-    draft, gate = partial(model, layers=layer), always if threshold is None else confident(threshold)
+def test_every_round_is_the_references(drafting, want, report, layer, k, threshold):
+    """In a batch of eight."""
     drafting.call("early_exit_set_view", {"layer_skip": layer})
     drafting.call("early_exit_set_draft_length", k)
     drafting.call("early_exit_set_gate", *(("none", None) if threshold is None else ("maxp", threshold)))
     try:
-        _, log = recorded(drafting, plain, AT_ONCE)
+        _, log = recorded(drafting, want, AT_ONCE)
     finally:
         drafting.call("early_exit_set_view", {"layer_skip": LAYERS // 2})
-    expected = [
-        generate(model, draft, model.new_cache(len(prompt) + LENGTH + 2 * K), prompt, LENGTH, k, gate)
-        for prompt in PROMPTS[:AT_ONCE]
-    ]
-    assert [text for text, _ in expected] == plain[:AT_ONCE]
+    expected = by_reference(want.path, layer, k, threshold, want.prompts[:8], want.lengths[:8])
+    assert [text for text, _ in expected] == want.outputs[:8]
     rounds = {tuple(made) for _, made in expected}
-    assert {tuple(rounds_of(log, number)) for number in range(AT_ONCE)} == rounds
+    assert {tuple(rounds_of(log, number)) for number in AT_ONCE} == rounds
     assert (log.drafted == k).all() == (threshold is None)
     report(f"E={layer} k={k} maxp>={threshold}: {len(log.drafted)} rounds, {int(log.accepted.sum())} accepted")
 
 
-@pytest.mark.parametrize("k", [-1, K + 1, 2.5, True])
-def test_a_draft_length_that_the_engine_has_no_room_for_is_refused(drafting, k):
-    with pytest.raises(SettingsError, match=f"allowed: 0 to {K}"):
-        drafting.call("early_exit_set_draft_length", k)
-
-
-def test_a_gate_that_cannot_be_is_refused_and_the_one_before_it_stays(drafting, plain):
+def test_what_cannot_be_is_refused_and_what_was_before_it_stays(drafting, want):
+    """A draft length that the engine has no room for, a gate, and the record that was not begun."""
+    with pytest.raises(SettingsError, match="no record"):
+        drafting.call("early_exit_recorded")
+    for k in (-1, K + 1, 2.5, True):
+        with pytest.raises(SettingsError, match=f"allowed: 0 to {K}"):
+            drafting.call("early_exit_set_draft_length", k)
     drafting.set_gate("maxp", 1.0)  # closes after each step
     for kind, threshold in (("maxp", 1.5), ("varh", 4.0), ("varH", -1.0), ("none", 0.5), ("auto", None)):
         with pytest.raises(SettingsError):
             drafting.set_gate(kind, threshold)
-    made = drafting.gives(PROMPTS, greedy(LENGTH), plain)
+    before = drafting.call("early_exit_counters")
+    made = want.check(drafting, FEW)
     assert made.drafted == made.rounds > 0
+    after = drafting.call("early_exit_counters")
+    # A closed gate costs no further draft work: each round takes one step.
+    rounds, steps, ended = (after[name] - before[name] for name in ("rounds", "steps", "gate_ended"))
+    assert rounds == steps == ended > 0
 
 
-def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
-    before = drafting.counts()
-    outputs = drafting.step_through(PROMPTS, [greedy(LENGTH)] * len(PROMPTS), change_everything(drafting, K))
+def test_everything_changes_in_the_middle_of_a_generation(drafting, want):
+    before, params = drafting.counts(), [greedy(want.lengths[number]) for number in FEW]
+    outputs = drafting.step_through(want.prompts[:12], params, change_everything(drafting, K))
     drafting.call("early_exit_set_length_table", None)
     drafting.call("early_exit_record", False)
-    assert not differing(tokens(outputs), plain)
+    assert not differing(tokens(outputs), want.outputs[:12])
     (drafting.counts() - before).require_both_verdicts()
-
-
-def test_asking_for_a_record_that_was_not_begun(drafting):
-    with pytest.raises(SettingsError, match="no record"):
-        drafting.call("early_exit_recorded")
-
-
-class Broken:
-    """Stands before a head and spoils the logits of every third step."""
-
-    def __init__(self, head: Any, value: float) -> None:
-        self.head, self.value, self.steps, self.spoiled = head, value, 0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.head, name)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.head.logits(hidden)
-        self.steps += 1
-        if self.steps % 3 == 0:
-            logits = logits.clone()
-            logits[0] = (
-                self.value if self.value == self.value else torch.where(torch.arange(VOCAB) == 7, self.value, 0.0)
-            )
-            self.spoiled += 1
-        return logits
 
 
 @pytest.mark.parametrize("gate", ["none", "survival"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
-def test_logits_that_are_no_numbers_close_the_gate_and_are_counted(drafting, plain, gate, value):
-    drafter = drafting.drafter
-    broken, before = Broken(drafter.head, value), drafter.counters.nan_logits
-    drafter.head = broken
-    try:
-        drafting.call("early_exit_set_gate", gate, GATES[gate])
-        made = same(drafting, plain, AT_ONCE)
-        assert drafter.counters.nan_logits - before == broken.spoiled > 10
-        assert made.drafted < made.rounds * K
-        sampled = drafting.generate(PROMPTS[:AT_ONCE], greedy(16, temperature=1.0))
-        assert all(0 <= token < VOCAB for output in tokens(sampled) for token in output)
-    finally:
-        drafter.head = broken.head
+def test_logits_that_are_no_numbers_close_the_gate_and_are_counted(drafting, want, monkeypatch, gate, value):
+    """Those of one request in every third step."""
+    drafter, steps = drafting.drafter, count(1)
+    right, before = drafter.head.logits, drafter.counters.nan_logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        logits = right(hidden).clone()
+        if next(steps) % 3 == 0:
+            logits[0] = value
+        return logits
+
+    monkeypatch.setattr(drafter.head, "logits", broken)
+    drafting.call("early_exit_set_gate", gate, GATES[gate])
+    made = want.check(drafting, AT_ONCE)
+    made.require_both_verdicts()
+    assert drafter.counters.nan_logits - before == (next(steps) - 1) // 3 > 10
+    assert made.drafted < made.rounds * K
+    sampled = drafting.generate(want.prompts[:8], greedy(16, temperature=1.0))
+    assert all(0 <= token < VOCAB for output in tokens(sampled) for token in output)

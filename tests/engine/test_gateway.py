@@ -19,8 +19,6 @@ from served import ENGINE_FORKED, START_SECONDS, metric, served, wait_for
 
 from selfspec_cli.engine.server import free_port
 
-pytestmark = pytest.mark.engine
-
 PROMPTS = ("def read_lines(path):\n", "class Stack:\n", "# grüße, 世界 🙂\nimport os\n", "for index in range(10):\n")
 
 

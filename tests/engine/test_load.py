@@ -15,12 +15,8 @@ from served import ENGINE_FORKED, ONE_PROCESS_FEWER
 
 from selfspec_cli.record import folder, tables
 
-pytestmark = [
-    pytest.mark.engine,
-    # Looked for and not imported: that would replace this process's sockets by gevent's.
-    pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'"),
-]
-
+# Looked for and not imported: that would replace this process's sockets by gevent's.
+pytestmark = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
 
 REQUESTS, REPEATS = 12, 2
 

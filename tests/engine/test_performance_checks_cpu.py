@@ -12,8 +12,6 @@ from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.paths import data_dir
 from selfspec_cli.record import folder
 
-pytestmark = pytest.mark.engine
-
 FILE = Path(__file__).parents[2] / "experiments" / "checks" / "cpu_micro.yaml"
 SHORT = ["repeats=3", "warmup=1"]
 CAUGHT = {"lost_draft": {"mean_accepted_len"}, "slower_step": {"closed_rows"}, "eager_step": {"eager_steps"}}

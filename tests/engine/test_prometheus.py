@@ -5,8 +5,8 @@ import json
 import math
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from served import ENGINE_FORKED, START_SECONDS, metric, served, wait_for
 
 from selfspec_cli.engine.server import free_port
 
-pytestmark = [pytest.mark.engine, programs.needs("prometheus", "promtool")]
+pytestmark = programs.needs("prometheus", "promtool")
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 CODE = "def read_lines(path):\n"
@@ -35,7 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_what_drafting_did_reaches_the_dashboard_and_the_alerts(server, tmp_path):
     with prometheus(server, tmp_path) as ask:
-        before = metric(server, "generation_tokens_total")
         assert metric(server, "selfspec_draft_length") == K
         assert metric(server, "selfspec_draft_cost") > 0
         assert metric(server, "selfspec_draft_rounds_total") == 0  # the series is there before the first request
@@ -49,14 +48,14 @@ def test_what_drafting_did_reaches_the_dashboard_and_the_alerts(server, tmp_path
 
         assert len(complete(server, CODE * 30, 20)) == 20  # some 7 tokens a line
         assert off(server, "context") > 0 == off(server, "load")
-        at_once([lambda: complete(server, CODE, 40)] * (MANY + 1))
+        with ThreadPoolExecutor(MANY + 1) as clients:
+            list(clients.map(lambda _: complete(server, CODE, 40), range(MANY + 1)))
         assert off(server, "load") > 0
         for seed in range(200):  # what nobody would guess; how soon drafts do not pay is for the clock to say
             complete(server, CODE, 40, temperature=2.0, seed=seed)
             if off(server, "cost") and metric(server, "selfspec_draft_rounds_by_length_total", length="1"):
                 break
         assert off(server, "cost") > 0
-        assert metric(server, "generation_tokens_total") > before
 
         drafted = metric(server, "selfspec_draft_tokens_per_pos_total")
         accepted = metric(server, "spec_decode_num_accepted_tokens_total")
@@ -71,15 +70,12 @@ def test_what_drafting_did_reaches_the_dashboard_and_the_alerts(server, tmp_path
         assert sum((n + 1) * count for n, count in enumerate(by_length)) == steps
         assert 0 < metric(server, "selfspec_rounds_ended_by_gate_total") < rounds
 
-        wait_for(lambda: value(ask(f"sum({TOTAL})")) == rounds, "the last scrape")
-        assert value(ask(f"sum({DRAFTED})")) == drafted
+        wait_for(lambda: value(ask("sum(vllm:selfspec_draft_rounds_total)")) == rounds, "the last scrape")
+        assert value(ask("sum(vllm:selfspec_draft_tokens_per_pos_total)")) == drafted
         assert len(queries()) >= 12
         for query in queries():
             wait_for(lambda query=query: answered(ask(query), query), f"no data for {query}")
         assert_rules_are_evaluated(ask)
-
-
-TOTAL, DRAFTED = "vllm:selfspec_draft_rounds_total", "vllm:selfspec_draft_tokens_per_pos_total"
 
 
 def queries() -> list[str]:
@@ -115,14 +111,6 @@ def complete(url: str, prompt: str, tokens: int, temperature: float = 0, **more:
     answer = httpx.post(f"{url}/v1/completions", json={"model": model, **asked, **more}, timeout=START_SECONDS)
     answer.raise_for_status()
     return list(answer.json()["choices"][0]["logprobs"]["tokens"])
-
-
-def at_once(calls: list[Callable[[], Any]]) -> None:
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def off(url: str, reason: str) -> float:

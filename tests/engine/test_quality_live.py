@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.paths import reference_model_dir
-from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine.live import open_engine
 from selfspec_cli.record import quality
 from selfspec_cli.stages import ppl, profile
 from selfspec_cli.texts import library
-
-pytestmark = pytest.mark.engine
 
 WORDS = ["layer=3", "k=4", "gate=maxp", "tau=0.3", "engine.enforce_eager=true", "engine.kv_cache_gib=0.1"]
 REQUEST = ppl.Request(documents=3, document_tokens=80, window=32, stride=16, prompts=4, prompt_tokens=24, length=16)
@@ -38,13 +36,8 @@ def windows_by_transformers(ids: list[int]) -> float:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("results")
-
-
-@pytest.fixture(scope="module")
-def cfgs(folder):
-    return [replace(cfg, results_dir=str(folder)) for cfg in compose_runs(None, WORDS)]
+def cfgs(tmp_path_factory):
+    return compose_runs(None, [*WORDS, f"results_dir={tmp_path_factory.mktemp('results')}"])
 
 
 def test_perplexities(cfgs):
@@ -72,7 +65,7 @@ def test_perplexities(cfgs):
     assert findings[quality.GENERATED, "skip"].found["greedy"]["identical"] < 4
 
 
-def test_scores(cfgs, folder):
+def test_scores(cfgs):
     pytest.importorskip("lm_eval")
     from selfspec_cli.stages import evaluate
 
@@ -84,7 +77,7 @@ def test_scores(cfgs, folder):
     values = [[(one["task"], one["value"]) for one in finding.found["scores"]] for finding in (base, arm)]
     assert values[0] == values[1]
     assert [score["same"] for score in arm.found["scores"]] == [8, 8, 8]
-    assert "(drafted)" in quality.read(folder).columns(arm.arm_key, "")["scores"]
+    assert "(drafted)" in quality.read(cfgs[0].results_dir).columns(arm.arm_key, "")["scores"]
 
 
 # ---- A live engine under the profiler: where the time goes adds up, and drafting and verifying are told apart
@@ -92,17 +85,11 @@ def test_scores(cfgs, folder):
 
 def test_the_parts_of_a_run_add_up_to_its_wall_time(model_dir, tmp_path, report):
     """Of the baseline and of early exit, in this process (which is where an engine on the CPU runs)."""
-    drafting = RunConfig(
-        model=ModelConfig(path=str(model_dir("llama")), max_model_len=256),
-        engine=replace(EngineConfig(), enforce_eager=True, kv_cache_gib=0.1, extra={"skip_tokenizer_init": True}),
-        workload=WorkloadConfig(name="short", prompts="random", num_prompts=2, batch=2, output_len=32),
-        method=Method.layer_skip,
-        layer=3,
-        k=3,
-        results_dir=str(tmp_path),
-    )
-    found = {}
-    for cfg in (replace(drafting, method=Method.baseline), drafting):
+    words = [f"model={model_dir('llama')}", "model.max_model_len=256", "layer=3", "k=3", f"results_dir={tmp_path}"]
+    words += ["engine.enforce_eager=true", "engine.kv_cache_gib=0.1", "engine.extra.skip_tokenizer_init=true"]
+    words += ["workload.prompts=random", "workload.num_prompts=2", "workload.batch=2", "workload.output_len=32"]
+    (drafting,), found = compose_runs(None, words), {}
+    for cfg in (baseline_of(drafting), drafting):
         made, path = profile.run(cfg, open_engine=open_engine, tokens=24)
         assert sum(made.seconds.values()) == pytest.approx(made.wall)
         assert Path(path).is_file() and (Path(path).parent / made.trace).stat().st_size > 1000

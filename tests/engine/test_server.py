@@ -15,8 +15,6 @@ from first_lines import INDEX, README, lines, of_kind, python_blocks
 from served import metric, served
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.engine
-
 (WORDS,) = [words for words in of_kind("selfspec", README, INDEX) if words[1] == "serve" and "engine=gpu" not in words]
 
 PROMPT = "def read_lines(path):\n"

@@ -6,16 +6,13 @@ from typing import Any
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head
-from harness import Counts, layer_skip, live
+from harness import Counts, greedy, layer_skip, live
 from models import LAYERS, VOCAB
 from transformers import AutoModelForCausalLM
-from vllm import SamplingParams
 
 from selfspec_cli.early_exit.artifact import model_fingerprint, save_head
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead
-
-pytestmark = pytest.mark.engine
 
 EXIT = LAYERS // 2
 HIDDEN = 64
@@ -35,7 +32,7 @@ def test_skip_is_the_truncated_model(expected, name, layer):
     """Prompt log-probabilities equal those of a transformers model of which all later layers were removed."""
     want = expected(name)
     with live(want.path, {"method": "skip", "layer_skip": layer}) as engine:
-        scored = engine.generate(want.prompts, prompt_scores())
+        scored = engine.generate(want.prompts, greedy(1, prompt_logprobs=0))
         assert engine.call("early_exit_counters") is None
         with pytest.raises(AssertionError, match="differ from the baseline"):
             want.check(engine, SOME)
@@ -51,17 +48,13 @@ def test_skip_is_the_truncated_model(expected, name, layer):
         assert got == pytest.approx([float(exact[i, token]) for i, token in enumerate(prompt[1:])], abs=1e-3)
 
 
-def prompt_scores() -> Any:
-    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-
-
 def test_skip_with_a_head_speaks_through_it(expected, tmp_path):
     """An lsq head whose weight is zero but for one row makes every prediction that token."""
     want = expected("llama")
     only = lsq_head(torch.zeros(VOCAB, HIDDEN), torch.eye(VOCAB)[7])
     path = save_head(tmp_path / "one.safetensors", only, about(only, want.path))
     with live(want.path, {"method": "skip", "layer_skip": EXIT, "lsq_head_path": str(path)}) as engine:
-        outputs = engine.generate(want.prompts[:2], prompt_scores())
+        outputs = engine.generate(want.prompts[:2], greedy(1))
     assert [output.outputs[0].token_ids[0] for output in outputs] == [7, 7]
 
 
@@ -92,21 +85,15 @@ def lens(expected) -> tuple[Counts, dict[str, int]]:
         return want.check(engine, SOME), engine.call("early_exit_weights")
 
 
-@pytest.fixture(scope="module")
-def plain_weights(expected) -> dict[str, int]:
-    with live(expected("llama").path) as engine:
-        return engine.call("early_exit_weights")
-
-
-def test_the_lens_adds_no_weights(lens, plain_weights, expected):
-    """The target is as large as without drafting, and as large as its file; the draft adds nothing."""
+def test_the_lens_adds_no_weights(lens, expected):
+    """The target is as large as its file; the draft adds nothing."""
     parameters = sum(weight.nbytes for weight in from_transformers(expected("llama").path).parameters())
-    assert lens[1] == plain_weights == {"target": plain_weights["target"], "draft": 0}
-    assert parameters <= plain_weights["target"] <= parameters + 2 * 4 * 32 * 512  # and the rotary table
+    assert parameters <= lens[1]["target"] <= parameters + 2 * 4 * 32 * 512  # and the rotary table
+    assert lens[1]["draft"] == 0
 
 
 @pytest.mark.parametrize("small", [True, False], ids=["lens, half of the vocabulary, no file", "lsq of the lm_head"])
-def test_head_drafts_losslessly_and_is_paid_for_once(expected, lens, plain_weights, report, tmp_path, small):
+def test_head_drafts_losslessly_and_is_paid_for_once(expected, lens, report, tmp_path, small):
     """Heads of other kinds draft in test_fit_heads.py. Those that do not fit are refused in test_verify.py and in
     tests/unit/test_early_exit_artifact.py."""
     want = expected("llama")
@@ -119,5 +106,5 @@ def test_head_drafts_losslessly_and_is_paid_for_once(expected, lens, plain_weigh
         made, weights = want.check(engine, SOME), engine.call("early_exit_weights")
     made.require_both_verdicts()
     report(f"{made.drafted} drafted, {made.accepted} accepted (lens: {lens[0].accepted}), {weights} bytes")
-    assert weights == {"target": plain_weights["target"], "draft": own_bytes(head)}
+    assert weights == {"target": lens[1]["target"], "draft": own_bytes(head)}
     assert (made == lens[0]) != small  # the head was used; the same draft by another path

@@ -14,8 +14,6 @@ from test_skip_and_heads import about
 
 from selfspec_cli.early_exit.artifact import save_head
 
-pytestmark = pytest.mark.engine
-
 EXIT, K, HIDDEN, RANK = LAYERS // 2, 3, 64, 4
 PROMPTS = ragged_prompts(8, VOCAB, seed=4)
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

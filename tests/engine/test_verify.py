@@ -19,8 +19,6 @@ from selfspec_cli.engine.live import open_engine
 from selfspec_cli.stages.verify import engines, greedy, run, verdict
 from selfspec_cli.stages.verify.engines import Wanted
 
-pytestmark = pytest.mark.engine
-
 SMALL = greedy.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=192, sampled_tokens=8)
 LIVE = [kind for kind in verdict.KINDS if kind != engines.FOREIGN_HEAD]  # a head is loaded with its engine
 

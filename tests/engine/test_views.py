@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 from selfspec_cli.config.paths import plain_model_dir
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.view import skipped_layers
+from selfspec_cli.texts import library
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks
 from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
-
-pytestmark = pytest.mark.engine
 
 __all__ = ["made"]  # the fixture
 K, SOME = 3, range(0, 32, 4)
@@ -81,17 +80,15 @@ def test_a_view_changes_on_a_live_engine(expected):
         for view in views:
             engine.call("early_exit_set_view", view)
             found.append(want.check(engine, SOME))
-        with pytest.raises(SettingsError, match="layer_skip = 99 is out of range"):
-            engine.call("early_exit_set_view", {"layer_skip": 99})
+        for wrong, message in (
+            ({"layer_skip": 99}, "layer_skip = 99 is out of range"),
+            ({"layer_skip": LAYERS, "skip_layers": [LAYERS]}, f"allowed: 0 to {LAYERS - 1}"),
+        ):
+            with pytest.raises(SettingsError, match=message):
+                engine.call("early_exit_set_view", wrong)
     assert len({(count.drafted, count.accepted) for count in found}) == len(views), found
     with live(want.path, {**layer_skip(1, K), **views[4]}, enable_prefix_caching=False) as engine:
         assert want.check(engine, SOME) == found[4]
-
-
-def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
-    spec = layer_skip(LAYERS, K, skip_layers=[LAYERS])
-    with pytest.raises(SettingsError, match=f"allowed: 0 to {LAYERS - 1}"), live(expected("llama").path, spec):
-        pass
 
 
 def check_others_without(engine: Live, want: Any, context: dict[str, Any]) -> None:
@@ -139,39 +136,22 @@ def test_drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_
     assert any(rejected.any() for _, rejected in begun)
 
 
-@pytest.mark.parametrize(("key", "value"), [("draft_window", 32), ("draft_context", "blocks:64")])
-def test_a_part_of_the_context_is_refused_for_layers_that_have_a_window_of_their_own(expected, key, value):
-    want, refused = expected("gemma2"), f"{key} = {value} is not supported for this model"
-    with pytest.raises(SettingsError, match=refused), live(want.path, layer_skip(2, K, **{key: value})):
-        pass
-
-
-def test_after_a_view_that_is_refused_the_view_before_it_drafts(expected):
+def test_a_part_of_the_context_is_refused_for_layers_that_have_a_window_and_the_view_before_it_drafts(expected):
     want, counts = expected("gemma2"), []
     with live(want.path, layer_skip(LAYERS // 2, K), enable_prefix_caching=False) as engine:
-        for _ in range(2):
+        for key, value in (("draft_window", 32), ("draft_context", "blocks:64")):
             counts.append(want.check(engine, SOME))
-            with pytest.raises(SettingsError, match="draft_window = 32 is not supported for this model"):
-                engine.call("early_exit_set_view", {"layer_skip": 1, "draft_window": 32})
-    assert counts[0] == counts[1], counts
-
-
-CODE = (
-    "def fibonacci(n):\n    ",
-    "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
-    "for index, line in enumerate(lines):\n    if not line.strip():\n        ",
-    "    try:\n        value = int(text)\n    except ValueError:\n        ",
-    '"""Tools for reading and writing files."""\n\nimport ',
-    "assert ",
-    "x = [",
-)
+            with pytest.raises(SettingsError, match=f"{key} = {value} is not supported for this model"):
+                engine.call("early_exit_set_view", {"layer_skip": 1, key: value})
+        counts.append(want.check(engine, SOME))
+    assert counts[0] == counts[1] == counts[2], counts
 
 
 def test_an_ordinary_models_copies_are_accepted_and_its_first_layers_are_not():
     """The same size and text as the embedded model, plainly trained."""
     tokenizer, found = AutoTokenizer.from_pretrained(plain_model_dir()), {}
-    ids = [tokenizer.encode(text, add_special_tokens=False) for text in CODE]
+    texts = [text[:200] for _, text in library.held_out_text()[:8]]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with live(plain_model_dir()) as engine:
         want = tokens(engine.generate(ids, greedy(32)))
     with live(plain_model_dir(), layer_skip(24, K, draft_weights="int8")) as engine:

@@ -1,12 +1,12 @@
 """Greedy drafting changes no token on vLLM's V2 model runner: bf16, CUDA graphs, batch-invariant kernels.
 
 VLLM_BATCH_INVARIANT=1 makes a token's logits the same bits whatever else is in the batch, so that verifying k drafts at
-once and decoding one token at a time can be compared in bf16 at all. Without it (`--near-ties`) outputs may part, and
-must do so only where the baseline's two best tokens are almost level.
+once and decoding one token at a time can be compared in bf16 at all. Without it outputs may part at near-ties, which
+`selfspec verify` tells from faults (verify_shapes.py).
 
     python -m pytest tests/gpu              # or, where there is no pytest:
     python tests/gpu/test_v2_lossless.py [--only SUBSTRING ...] [--part I/N] [--tensor-parallel N]
-                                         [--group NAME] [--near-ties | --gates] [--out FILE]
+                                         [--group NAME] [--gates] [--out FILE]
 
 As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs."""
 
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-if torch.cuda.is_available() and "--near-ties" not in sys.argv:  # collected elsewhere too, where it must change nothing
+if torch.cuda.is_available():  # collected elsewhere too, where it must change nothing
     os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault(
@@ -81,7 +81,13 @@ COMPILED: dict[str, Any] = {"compilation_config": {"inductor_compile_config": {"
 """Otherwise Inductor times several kernels for the norms on Qwen3's heads when an engine starts, and takes the fastest
 for each layer. They add up in different orders, so the first start of a plain engine differs from the later ones, which
 take what was stored (pytorch/pytorch#174711)."""
+EAGER = {"enforce_eager": True}
+WAYS: tuple[dict[str, Any], ...] = ({}, COMPILED, EAGER)
+"""In CUDA graphs alone, compiled, and eagerly."""
 MANY = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+PREEMPTING = {"kv_cache_memory_bytes": 24 * 2**20}
+"""Too small a cache for all requests of a batch."""
+INT4, GATE = {"draft_weights": "int4"}, {"gate": "maxp", "tau": 0.2}
 NO_PICTURES, ONE_PICTURE = ({"limit_mm_per_prompt": {"image": count, "video": 0}} for count in (0, 1))
 FITTED = "fitted"  # in the place of a path: copies that were fitted to what the model makes of the prompts
 FP8_KEYS = {"kv_cache_dtype": "fp8"}
@@ -285,20 +291,18 @@ def cases(tensor_parallel: int = 1) -> Iterator[Case]:
             yield Case(model, *MIDDLE, requests)
         yield Case(model, *MIDDLE, "company", spec={"draft_sample_method": "probabilistic"})
         yield Case(model, *MIDDLE, "crowd", engine=MANY)
-        yield Case(model, *MIDDLE, engine={"kv_cache_memory_bytes": 24 * 2**20})  # too small: preemption
-        yield Case(model, *MIDDLE, engine={"enforce_eager": True})
-        yield Case(model, *MIDDLE, engine={"async_scheduling": False})
-        yield Case(model, *MIDDLE, engine=COMPILED)
+        for more in (PREEMPTING, EAGER, {"async_scheduling": False}, COMPILED):
+            yield Case(model, *MIDDLE, engine=more)
         yield Case(model, *MIDDLE, "adapters", engine=ADAPTERS)
         if tensor_parallel > 1:
             for kind in ("fp8", "int8"):
                 yield Case(model, *MIDDLE, spec={"draft_weights": kind})
         else:
-            for more in ({}, COMPILED, {"enforce_eager": True}):
+            for more in WAYS:
                 yield Case(model, *MIDDLE, engine=more, spec={"draft_weights": "fp8"})
             for kind in ("int8", "int4"):
                 yield Case(model, *MIDDLE, engine=COMPILED, spec={"draft_weights": kind})
-            yield Case(model, LAYERS, 4, spec={"draft_weights": "int4"})
+            yield Case(model, LAYERS, 4, spec=INT4)
             for kind in ("int8", "int4"):  # one token at a time
                 yield Case(model, LAYERS, 4, "few", engine={"max_num_seqs": 1}, spec={"draft_weights": kind})
     yield from one_kernel(tensor_parallel)
@@ -314,7 +318,7 @@ def cases(tensor_parallel: int = 1) -> Iterator[Case]:
     for more in ({}, COMPILED):
         yield Case("qwen3_moe", *MIDDLE, engine=more, spec={"draft_weights": "fp8"})
     yield Case("deepseek_v2", *MIDDLE)
-    for more in ({}, COMPILED, {"enforce_eager": True}):
+    for more in WAYS:
         yield Case("llama", *MIDDLE, engine={**more, "quantization": "fp8"})
         yield Case("llama+int4", *MIDDLE, engine=more)
         yield Case("llama+eyes", *MIDDLE, "pictures", engine=more)
@@ -324,36 +328,34 @@ def one_kernel(tensor_parallel: int = 1) -> Iterator[Case]:
     """Draft steps as one kernel: one for up to 8 tokens, one for up to 64; steps of more tokens are not."""
     if tensor_parallel > 1:
         return
-    copies = {"draft_weights": "int4"}
     for model in ("llama+wide", "qwen3+wide"):
-        for more in ({}, COMPILED, {"enforce_eager": True}):
-            yield Case(model, LAYERS, 4, "few", engine={**more, "max_num_seqs": 4}, spec=copies)
-        yield Case(model, LAYERS, 4, "few", engine={"max_num_seqs": 1}, spec=copies)
-        yield Case(model, LAYERS, 4, spec=copies)
-        yield Case(model, LAYERS, 4, spec={**copies, "gate": "maxp", "tau": 0.2})
+        for more in WAYS:
+            yield Case(model, LAYERS, 4, "few", engine={**more, "max_num_seqs": 4}, spec=INT4)
+        yield Case(model, LAYERS, 4, "few", engine={"max_num_seqs": 1}, spec=INT4)
+        yield Case(model, LAYERS, 4, spec=INT4)
+        yield Case(model, LAYERS, 4, spec={**INT4, **GATE})
         for more in ({}, COMPILED):  # how many tokens a step has chooses among the kernels and their layouts
             many = {**more, **MANY}
             for requests in ("plain", "crowd"):
-                yield Case(model, LAYERS, 4, requests, engine=many, spec=copies)
-        yield Case(model, LAYERS, 4, "few", spec={**copies, "draft_window": 48})
+                yield Case(model, LAYERS, 4, requests, engine=many, spec=INT4)
+        yield Case(model, LAYERS, 4, "few", spec={**INT4, "draft_window": 48})
 
 
 def reach(tensor_parallel: int = 1) -> Iterator[Case]:
     """Copies over checkpoints, caches, adapters and requests of other kinds."""
-    copies = {"draft_weights": "int4"}
     for model in ("llama+int4", "llama+gptq"):
-        yield Case(model, LAYERS, 4, spec=copies)
+        yield Case(model, LAYERS, 4, spec=INT4)
     # In batch-invariant mode vLLM multiplies AWQ weights by a kernel for float16 alone, which copies on CUDA refuse.
     yield Case("llama+awq", *MIDDLE, engine={"dtype": "float16"})
-    yield Case("llama", LAYERS, 4, engine={"quantization": "fp8"}, spec=copies)
-    yield Case("llama", LAYERS, 4, "wishes", spec=copies)
-    yield Case("llama", LAYERS, 4, "own", spec=copies)
-    yield Case("llama", LAYERS, 4, "adapters", engine=ADAPTERS, spec=copies)
-    yield Case("llama", LAYERS, 4, spec={**copies, "draft_window": 48})
-    yield Case("llama", LAYERS, 4, "replaced", engine={"enable_prefix_caching": False}, spec=copies)
-    yield Case("llama", LAYERS, 4, "asleep", engine={"enable_sleep_mode": True}, spec=copies)
+    yield Case("llama", LAYERS, 4, engine={"quantization": "fp8"}, spec=INT4)
+    yield Case("llama", LAYERS, 4, "wishes", spec=INT4)
+    yield Case("llama", LAYERS, 4, "own", spec=INT4)
+    yield Case("llama", LAYERS, 4, "adapters", engine=ADAPTERS, spec=INT4)
+    yield Case("llama", LAYERS, 4, spec={**INT4, "draft_window": 48})
+    yield Case("llama", LAYERS, 4, "replaced", engine={"enable_prefix_caching": False}, spec=INT4)
+    yield Case("llama", LAYERS, 4, "asleep", engine={"enable_sleep_mode": True}, spec=INT4)
     if tensor_parallel == 1:
-        yield Case("llama", LAYERS, 4, spec={**copies, "draft_weights_path": FITTED})
+        yield Case("llama", LAYERS, 4, spec={**INT4, "draft_weights_path": FITTED})
     for kind in ("fp8", "int8"):
         yield Case("llama", LAYERS, 4, engine={"quantization": "fp8"}, spec={"draft_weights": kind})
     for name in OTHER_DECODERS:
@@ -365,14 +367,14 @@ def reach(tensor_parallel: int = 1) -> Iterator[Case]:
         yield Case("qwen2_vl+pictures", 2, 3, "pictures", engine={**more, **ONE_PICTURE})
     for more in ({}, COMPILED):
         yield Case("qwen2_vl+positions", 2, 3, "short", engine={**more, **NO_PICTURES})
-    for spec in ({}, copies):
+    for spec in ({}, INT4):
         yield Case("llama", *MIDDLE, engine={"model_impl": "transformers"}, spec=spec)
     yield from fp8_keys(tensor_parallel)
 
 
 def fp8_keys(tensor_parallel: int = 1) -> Iterator[Case]:
     """Keys and values in fp8, with prompts in pieces that leave FlashAttention 3 at one size of its blocks."""
-    for spec in ({}, {"draft_weights": "int4"}):
+    for spec in ({}, INT4):
         yield Case("llama", *MIDDLE, engine={**FP8_KEYS, **PIECES}, spec=spec)
 
 
@@ -381,38 +383,35 @@ def ranks(tensor_parallel: int = 1) -> Iterator[Case]:
     and with experts that are divided among them. Those that share a plain engine are neighbours."""
     if tensor_parallel == 1:
         return
-    gate, copies = {"gate": "maxp", "tau": 0.2}, {"draft_weights": "int4"}
-    yield Case("llama", *MIDDLE, spec=gate)
-    yield Case("llama", LAYERS, 4, spec={**copies, **gate})
-    yield Case("llama", LAYERS, 4, spec={"draft_weights": "int8", **gate})
+    yield Case("llama", *MIDDLE, spec=GATE)
+    yield Case("llama", LAYERS, 4, spec={**INT4, **GATE})
+    yield Case("llama", LAYERS, 4, spec={"draft_weights": "int8", **GATE})
     yield Case("llama", *MIDDLE, spec={"gate": "auto"})
-    yield Case("qwen3_moe", *MIDDLE, engine={"enable_expert_parallel": True}, spec=gate)
-    yield Case("mixtral", LAYERS, 4, spec={**copies, **gate})
-    yield Case("llama", LAYERS, 4, engine=COMPILED, spec={**copies, **gate})
+    yield Case("qwen3_moe", *MIDDLE, engine={"enable_expert_parallel": True}, spec=GATE)
+    yield Case("mixtral", LAYERS, 4, spec={**INT4, **GATE})
+    yield Case("llama", LAYERS, 4, engine=COMPILED, spec={**INT4, **GATE})
 
 
 def views(tensor_parallel: int = 1) -> Iterator[Case]:
     """Drafts without some of the layers or of the context, alone and with all that they combine with."""
-    copies = {"draft_weights": "int4"}
     for model in ("llama", "qwen3"):
-        for more in ({}, COMPILED, {"enforce_eager": True}):
+        for more in WAYS:
             yield Case(model, LAYERS, 4, engine=more, spec={"skip_layers": "1,4-5"})
-        yield Case(model, LAYERS, 4, engine=COMPILED, spec={"skip_layers": "2", "draft_weights": "int4"})
-        yield Case(model, LAYERS, 4, spec={"skip_layers": "0", "gate": "maxp", "tau": 0.2})
+        yield Case(model, LAYERS, 4, engine=COMPILED, spec={"skip_layers": "2", **INT4})
+        yield Case(model, LAYERS, 4, spec={"skip_layers": "0", **GATE})
     for model in ("mixtral", "deepseek_v2"):
         yield Case(model, LAYERS, 4, spec={"skip_layers": "2"})
-    for more in ({}, COMPILED, {"enforce_eager": True}):
+    for more in WAYS:
         yield Case("llama", *MIDDLE, engine=more, spec={"draft_window": 32})
-        yield Case("llama", LAYERS, 4, engine=more, spec={"draft_context": "blocks:64", **copies})
-    yield Case("qwen3", LAYERS, 4, engine=COMPILED, spec={"draft_window": 48, "draft_weights": "int4"})
+        yield Case("llama", LAYERS, 4, engine=more, spec={"draft_context": "blocks:64", **INT4})
+    yield Case("qwen3", LAYERS, 4, engine=COMPILED, spec={"draft_window": 48, **INT4})
     yield Case("deepseek_v2", *MIDDLE, spec={"draft_window": 32})
     for kind in ("int8", "int4"):
         yield Case("deepseek_v2", LAYERS, 4, spec={"draft_weights": kind})
     for model in ("llama", "mixtral"):
-        gated = {"draft_weights": "int4", "gate": "maxp", "tau": 0.2}
-        yield Case(model, LAYERS, 4, spec=gated)
+        yield Case(model, LAYERS, 4, spec={**INT4, **GATE})
     if tensor_parallel == 1:
-        yield Case("llama", LAYERS, 5, spec={"draft_weights": "int4", "length_table": TABLE})
+        yield Case("llama", LAYERS, 5, spec={**INT4, "length_table": TABLE})
 
 
 TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"
@@ -421,13 +420,12 @@ TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"
 
 def lengths(tensor_parallel: int = 1) -> Iterator[Case]:
     """Draft lengths by load, context, request and measured times; the widths of verify passes change on the way."""
-    small = {"kv_cache_memory_bytes": 24 * 2**20}
     table, auto = {"length_table": TABLE}, {"gate": "auto"}
-    for more in ({}, small, COMPILED, {"async_scheduling": False}, {"enforce_eager": True}):
+    for more in ({}, PREEMPTING, COMPILED, {"async_scheduling": False}, EAGER):
         yield Case("llama", *MIDDLE, engine=more, spec=table)
     for requests in ("own", "opted_out"):
         yield Case("llama", *MIDDLE, requests)
-        yield Case("llama", *MIDDLE, requests, engine=small, spec={**table, **auto})
+        yield Case("llama", *MIDDLE, requests, engine=PREEMPTING, spec={**table, **auto})
     gate = {"gate": "maxp", "tau": 0.3, "length_table": "1:5 4:3 10:5"}
     yield Case("llama", *MIDDLE, "own", spec=gate)
     yield Case("qwen3", 1, 5, spec=auto)
@@ -436,10 +434,10 @@ def lengths(tensor_parallel: int = 1) -> Iterator[Case]:
 
 def free_drafts(tensor_parallel: int = 1) -> Iterator[Case]:
     """Drafts from what a request had before, alone and with all that they combine with; wider than k and narrower."""
-    free, copies = {"free_drafts": 12}, {"draft_weights": "int4"}
+    free = {"free_drafts": 12}
     for more in ({}, COMPILED):
         yield Case("llama", *MIDDLE, "repeated", engine=more, spec={"draft_weights": "none", **free})
-    for more in ({}, COMPILED, {"enforce_eager": True}):
+    for more in WAYS:
         yield Case("llama", *MIDDLE, "repeated", engine=more, spec=free)
     for spec in (
         {"free_drafts": 3},
@@ -448,9 +446,8 @@ def free_drafts(tensor_parallel: int = 1) -> Iterator[Case]:
         {"draft_window": 32, **free},
     ):
         yield Case("llama", *MIDDLE, "repeated", spec=spec)
-    small = {"kv_cache_memory_bytes": 24 * 2**20}
-    yield Case("qwen3", LAYERS, 4, "repeated", engine=small, spec={**copies, **free})
-    yield Case("qwen3", LAYERS, 4, "few", engine={"max_num_seqs": 1}, spec={**copies, **free})
+    yield Case("qwen3", LAYERS, 4, "repeated", engine=PREEMPTING, spec={**INT4, **free})
+    yield Case("qwen3", LAYERS, 4, "few", engine={"max_num_seqs": 1}, spec={**INT4, **free})
     yield Case("llama", *MIDDLE, "own", spec=free)
     for method in ("greedy", "probabilistic"):
         yield Case("llama", *MIDDLE, "company", spec={**free, "draft_sample_method": method})
@@ -568,7 +565,7 @@ def run(case: Case) -> Case:
         counts = it.counts()
         case.fused, case.copied = fused_tokens(it), copied_bytes(it)
         case.free_accepted = it.call("early_exit_counters")["free_accepted"]
-        case.preempted = sum(int(m.value) for m in it.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        case.preempted = it.preempted()
     case.seconds = round(time.perf_counter() - start, 1)
     asked = REQUESTS[case.requests]()[1]
     sure = [index for index in range(len(outputs)) if asked[index % len(asked)].temperature == 0]
@@ -607,14 +604,9 @@ def copied_bytes(it: Live) -> float | None:
     return sum(tensor.nbytes for tensor in copies) / (step.shape.layers * sum(sizes))
 
 
-def parting(got: list[int], want: list[int]) -> int:
-    """The first place where two outputs differ."""
-    unequal = (at for at, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1])
-    return next(unequal, min(len(got), len(want)))
-
-
 def first_difference(got: list[int], want: list[int]) -> str:
-    at = parting(got, want)
+    unequal = (at for at, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1])
+    at = next(unequal, min(len(got), len(want)))
     return f"first differs at token {at} of {len(want)}: {got[at : at + 4]}, not {want[at : at + 4]}"
 
 
@@ -660,19 +652,11 @@ def graphs_of(it: Live) -> dict[str, int]:
     return found
 
 
-def replayed(case: Case) -> dict[str, int]:
-    """Full graphs of the target that were replayed, by tokens a request, and steps that ran without one."""
-    with engine(case, drafting=True) as it:
-        found = graphs_of(it)
-        it.generate(*plain())
-    return found
-
-
 GATED = [
     Case("llama", *MIDDLE),
     Case("qwen3", *MIDDLE),
     Case("llama", *MIDDLE, spec={"draft_sample_method": "probabilistic"}),
-    Case("llama", *MIDDLE, engine={"enforce_eager": True}),
+    Case("llama", *MIDDLE, engine=EAGER),
     Case("llama", *MIDDLE, engine=COMPILED),
 ]
 
@@ -731,24 +715,6 @@ def sound(row: dict[str, int], gate: str, k: int) -> bool:
     return not row["different"] and counts and stopped
 
 
-def near_ties(model: str) -> list[dict[str, Any]]:
-    """Without batch-invariant kernels: each output that parts from the baseline's, and how level the two best were."""
-    case = Case(model, *MIDDLE)
-    params = [greedy(length, logprobs=2) for length in LENGTHS]
-    with engine(case, drafting=False) as it:
-        expected = it.generate(PROMPTS, params)
-    with engine(case, drafting=True) as it:
-        got = tokens(it.generate(PROMPTS, [greedy(length) for length in LENGTHS]))
-        it.counts().require_both_verdicts()
-    found = []
-    for index in differing(got, tokens(expected)):
-        sample = expected[index].outputs[0]
-        at = parting(got[index], list(sample.token_ids))
-        best, second = sorted((score.logprob for score in sample.logprobs[at].values()), reverse=True)[:2]
-        found.append({"request": index, "token": at, "gap": round(best - second, 4)})
-    return found
-
-
 if pytest is not None:
 
     @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
@@ -762,7 +728,9 @@ if pytest is not None:
         assert all(sound(row, gate, case.k) for gate, row in found.items()), found
 
     def test_steps_of_every_width_replay_a_full_graph():
-        found = replayed(Case("llama", *MIDDLE, spec={"length_table": TABLE}))
+        with engine(Case("llama", *MIDDLE, spec={"length_table": TABLE}), drafting=True) as it:
+            found = graphs_of(it)
+            it.generate(*plain())
         assert {"FULL 1", "FULL 3", "FULL 6"} <= found.keys(), found
         assert not {"NONE 1", "NONE 3", "NONE 6"} & found.keys(), found
 
@@ -785,13 +753,7 @@ if pytest is not None:
 
 def main() -> int:
     options = argparse.ArgumentParser()
-    options.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="SUBSTRING",
-        help="cases whose name has one of them; with --near-ties the models, such as llama+int4",
-    )
+    options.add_argument("--only", nargs="+", default=[], metavar="SUBSTRING", help="cases whose name has one of them")
     options.add_argument(
         "--group",
         default="cases",
@@ -799,13 +761,9 @@ def main() -> int:
     )
     options.add_argument("--part", default="1/1", metavar="I/N", help="the Ith of N parts of the cases")
     options.add_argument("--tensor-parallel", type=int, default=1)
-    options.add_argument("--near-ties", action="store_true")
     options.add_argument("--gates", action="store_true")
     options.add_argument("--out", type=Path, default=Path("lossless.json"))
     chosen = options.parse_args()
-    if chosen.near_ties:
-        save(chosen.out, {model: near_ties(model) for model in chosen.only or ("llama", "qwen3")})
-        return 0
     if chosen.gates:
         return report_gates(chosen.only, chosen.out)
     return report_cases(chosen.group, chosen.only, chosen.part, chosen.tensor_parallel, chosen.out)

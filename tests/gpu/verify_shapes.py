@@ -7,7 +7,7 @@ without torch.compile; the engines live in processes of their own, one after the
 another verdict than it may have: plain vLLM does not repeat its own outputs of gpt-oss in batch-invariant mode.
 
 Shapes of this size take a minute or two each. `--only llama_8b` is Llama 3's 8B shape: 16 GB of such weights, made on
-the GPU and written to the temporary folder first. `--engine cpu` runs the small ones where vLLM's CPU build is."""
+the GPU and written to the temporary folder first."""
 
 import argparse
 import json
@@ -69,13 +69,12 @@ GRAPHS = {
 }
 
 
-def words(name: str, folder: Path, results: Path, options: argparse.Namespace) -> list[str]:
+def words(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
     """The command line of one shape; the user's own words win."""
     layer, k = POINTS.get(name, (LAYERS // 2, 4))
-    fixed = {"model": folder, "model.name": name, "model.dtype": "bfloat16", "engine": options.engine, "k": k}
-    fixed |= {"layer": layer, "engine.max_num_seqs": 64, "results_dir": results.absolute()}
-    fixed |= {"engine.kv_cache_gib": 8 if name in LARGE else 1}
-    fixed |= {"engine.enforce_eager": "true", "model.dtype": "float32"} if options.engine == "cpu" else GRAPHS
+    fixed = {"model": folder, "model.name": name, "model.dtype": "bfloat16", "engine": "gpu", "k": k, "layer": layer}
+    fixed |= {"engine.max_num_seqs": 64, "engine.kv_cache_gib": 8 if name in LARGE else 1} | GRAPHS
+    fixed["results_dir"] = options.results.absolute()
     if not has_tokenizer(name):
         fixed["engine.extra.skip_tokenizer_init"] = "true"
     own = dict(word.split("=", 1) for word in options.words)
@@ -91,8 +90,7 @@ def has_tokenizer(name: str) -> bool:
 
 
 def verdict(name: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The document of one shape; with an error for one that could not be run. seconds_made: for its weights."""
-    start = time.perf_counter()
+    """The document of one shape; with an error for one that could not be run."""
     with torch.device("cuda" if name in LARGE and torch.cuda.is_available() else "cpu"):
         dtype = torch.bfloat16 if name in LARGE else torch.float32
         folder = save_tiny(name, root / name, grade=GRADES.get(name), dtype=dtype, **(SHAPES | LARGE)[name])
@@ -100,12 +98,11 @@ def verdict(name: str, root: Path, options: argparse.Namespace) -> dict[str, Any
         torch.cuda.empty_cache()
     if has_tokenizer(name):
         save_tokenizer(folder)
-    made = {"seconds_made": round(time.perf_counter() - start, 1)}
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | {"PYTHONPATH": paths}
     try:
         done = subprocess.run(
-            words(name, folder, options.results, options),
+            words(name, folder, options),
             capture_output=True,
             text=True,
             timeout=LIMIT,
@@ -114,7 +111,7 @@ def verdict(name: str, root: Path, options: argparse.Namespace) -> dict[str, Any
         )
     except subprocess.TimeoutExpired as error:
         said = error.stderr or b""
-        return made | {"verdict": None, "error": f"not done after {LIMIT} s: {said[-2000:]!r}"}
+        return {"verdict": None, "error": f"not done after {LIMIT} s: {said[-2000:]!r}"}
     finally:
         shutil.rmtree(folder)
     try:
@@ -122,7 +119,7 @@ def verdict(name: str, root: Path, options: argparse.Namespace) -> dict[str, Any
     except (IndexError, ValueError):
         found = {}
     # Where the command fails, its last line is the error alone; its log has the rest.
-    return made | found if "verdict" in found else made | found | {"verdict": None, "stderr": done.stderr[-3000:]}
+    return found if "verdict" in found else found | {"verdict": None, "stderr": done.stderr[-3000:]}
 
 
 def passes(name: str, found: dict[str, Any], batch_invariant: bool) -> bool:
@@ -136,7 +133,6 @@ def main() -> int:
     options.add_argument("--only", default="")
     options.add_argument("--batch-invariant", action="store_true")
     options.add_argument("--plant", default="")
-    options.add_argument("--engine", default="gpu", choices=("gpu", "cpu"))
     options.add_argument("--results", type=Path, default=Path("results/verify_shapes"))
     options.add_argument("--out", type=Path, default=Path("verify_shapes.json"))
     options.add_argument("words", nargs="*")

@@ -6,12 +6,8 @@
     python tests/mutation/run.py                                 the verdicts so far, in Markdown; exit code 1 if a
                                                                  survivor is not explained
 
-mutmut makes the mutants (`make.py`). It does not run them, for two reasons: it leaves out decorated functions, which
-here are every property, every statistic of a draft distribution and every Triton kernel; and it starts pytest once a
-mutant, which takes longer than the tests that decide. Here the tests are collected once, in a process that has imported
-torch. Each mutant is a fork of it: the fork exchanges the code of the functions that differ, and runs the tests that
-reach the mutated line (as coverage.py saw them), the quickest first, until one fails. What stands outside functions, or
-is the default of an argument, is imported anew in the fork; first the module is, as it stands, and the tests must pass.
+mutmut makes the mutants (`make.py`); README.md says why it does not run them. Each mutant is a fork that runs the tests
+that reach the mutated line (as coverage.py saw them), the quickest first, until one fails.
 
 A mutant counts as killed if a test fails, if the module cannot be imported, or if ten times the CPU time of the tests
 is not enough. Verdicts are added to a file as they come. Started again, a run takes up where it was: a mutant that was

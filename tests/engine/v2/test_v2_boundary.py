@@ -8,14 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from harness import greedy, layer_skip, live, ragged_prompts
 from models import LAYERS, VOCAB
 
 from selfspec_cli.vllm_plugin import subclasses
 from selfspec_cli.vllm_plugin.patches import CHANGES
-
-pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
 PROMPTS = ragged_prompts(3, VOCAB, seed=2)
@@ -97,12 +94,6 @@ def attributes_by_class(engine: Any) -> dict[str, set[str]]:
     return found
 
 
-def added(drafting: dict[str, set[str]], plain: dict[str, set[str]]) -> set[str]:
-    """Attributes ("Class.attribute") that objects of an engine that drafts have, and that no object of their class has
-    in a plain engine."""
-    return {f"{kind}.{name}" for kind in drafting.keys() & plain.keys() for name in drafting[kind] - plain[kind]}
-
-
 def attributes(found: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[2] for name in found}
 
@@ -150,7 +141,8 @@ def test_what_is_changed_on_live_objects_is_in_the_list_and_nothing_on_those_of_
         core.early_exit_more = True  # what nobody has listed is found
         more = changed(engine) - found
         core.scheduler.kv_cache_manager.another = 1  # so is an attribute of any name
-        new = added(attributes_by_class(engine), plain)
+        drafting = attributes_by_class(engine)
+    new = {f"{kind}.{name}" for kind in drafting.keys() & plain.keys() for name in drafting[kind] - plain[kind]}
     report(f"changed on live objects: {', '.join(sorted(found))}; added: {', '.join(sorted(new))}")
     assert attributes(more) == {"early_exit_more"}
     assert {"CPUModelRunner.__class__"} <= found

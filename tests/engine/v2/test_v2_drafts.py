@@ -1,7 +1,6 @@
 """Greedy drafting on the V2 runner changes no token: gates, lengths, views and requests, changed on live engines."""
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -10,16 +9,13 @@ import torch
 from fixed_times import fix_times
 from harness import GATES, Counts, Live, change_everything, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
-from safetensors.torch import load_file
-from test_gates_live import rounds_of
+from test_gates_live import by_reference, rounds_of
 
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.reference import Decoder, Round, always, confident, generate
+from selfspec_cli.early_exit.reference import Round
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
-
-pytestmark = pytest.mark.engine
 
 K, FREE = 5, 8
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory_bytes": 2**25}
@@ -98,18 +94,13 @@ def before_the_end(rounds: list[Round], length: int) -> tuple[Round, ...]:
 @pytest.mark.parametrize("threshold", [None, 0.3])
 def test_every_round_is_the_references(drafting, plain, model_dir, threshold):
     """Outputs stay the same whatever is drafted, so a fault that only makes drafts worse is seen here."""
-    model = Decoder(load_file(model_dir("llama") / "model.safetensors"), LAYERS, head_dim=32)
-    draft = partial(model, layers=LAYERS // 2)
     drafting.set_gate(*(("none", None) if threshold is None else ("maxp", threshold)))
     drafting.call("early_exit_record", True)
     same(drafting, plain, few=3)
     log = DraftLog.from_plain(drafting.call("early_exit_recorded"), K)
     drafting.call("early_exit_record", False)
-    expected = set()
-    for prompt, length in list(zip(PROMPTS, LENGTHS, strict=True))[:3]:
-        gate = always if threshold is None else confident(threshold)
-        cache = model.new_cache(len(prompt) + length + 2 * K)
-        expected.add(before_the_end(generate(model, draft, cache, prompt, length, K, gate)[1], length))
+    made = by_reference(model_dir("llama"), LAYERS // 2, K, threshold, PROMPTS[:3], LENGTHS[:3])
+    expected = {before_the_end(rounds, length) for (_, rounds), length in zip(made, LENGTHS, strict=False)}
     assert {tuple(rounds_of(log, number)) for number in range(3)} == expected
 
 
@@ -144,13 +135,6 @@ def test_an_aborted_request_leaves_the_others_as_they_are(drafting, plain):
     outputs = drafting.step_through(PROMPTS, parameters(), abort)
     left = [number for number, output in enumerate(outputs) if number not in (1, 2)]
     assert not differing(tokens([outputs[number] for number in left]), [plain[number] for number in left])
-    same(drafting, plain, few=3)
-
-
-def test_gate_auto_is_refused_on_an_engine_that_was_started_with_another(plain, drafting):
-    """It has no graphs for widths."""
-    with pytest.raises(Exception, match="gate 'auto' has to be the gate that an engine is started with"):
-        drafting.set_gate("auto", None)
     same(drafting, plain, few=3)
 
 
@@ -196,9 +180,7 @@ def test_a_kernel_for_all_layers_is_all_that_holds_copies_and_other_steps_are_on
     other, spec = save_tiny("llama", tmp_path / "other", seed=1), layer_skip(LAYERS // 2, 3, draft_weights="int4")
     with live(model_dir("llama"), spec, **SMALL, enable_prefix_caching=False) as engine:
         same(engine, plain, few=3)
-        drafter = (
-            engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.speculator
-        )
+        drafter = engine.runner.speculator
         trunk, head = list(drafter.model.modules()), sum(tensor.nbytes for tensor in drafter.head.tensors)
         copies = sum(tensor.nbytes for tensor in held[0].copies)
         weights, step = engine.call("early_exit_weights"), engine.call("early_exit_step_bytes")

@@ -9,8 +9,6 @@ from selfspec_faults import v2
 
 from selfspec_cli.vllm_plugin.planted.v2 import FAULTS
 
-pytestmark = pytest.mark.engine
-
 PROMPTS = [prompt for prompt in ragged_prompts(24, VOCAB, seed=9) if 56 < len(prompt) < 80][:4]
 CHANGING = ("kv_slot", "accept_one_more", "gate_changes_output", "stale_after_preemption")
 """Faults after which greedy outputs are others."""

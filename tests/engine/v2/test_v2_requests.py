@@ -9,7 +9,6 @@ from models import LAYERS
 from request_fields import FIELDS, REFUSED, V2_FIELDS
 from test_request_faults import (
     BIASES,
-    ENDS,
     ENGINE,
     MODES,
     PROMPTS,
@@ -19,11 +18,12 @@ from test_request_faults import (
     in_mode,
     request,
     same,
+    test_a_grammar_begins_where_thinking_ends,
     thinking,
 )
 from vllm.exceptions import VLLMClientError
 
-pytestmark = pytest.mark.engine
+__all__ = ["test_a_grammar_begins_where_thinking_ends"]  # with the fixtures of this file
 
 TOKENS, THOUGHT = 8, 26
 TEXTS = [*PROMPTS.values(), *[PROMPTS["n"]] * len(V2_FIELDS)]
@@ -88,14 +88,6 @@ def test_each_field_beside_all_others(drafting: Live, wanted, drafts):
 def test_thinking_ends_when_its_own_budget_does(drafting: Live, wanted, drafts, bias):
     with in_mode(drafting, drafts):
         assert tokens(drafting.generate(THINKING, thought(drafts, bias))) == wanted[f"thinking {bias}"]
-
-
-@pytest.mark.parametrize("drafts", MODES)
-def test_a_grammar_begins_where_thinking_ends(drafting: Live, wanted, drafts):
-    with in_mode(drafting, drafts):
-        outputs = tokens(drafting.generate(THINKING, answering(drafts)))
-    assert outputs == wanted["answering"]
-    assert sum(ENDS in output[:-4] for output in outputs) >= 4
 
 
 def test_what_is_refused_is_refused_alone(drafting: Live, wanted):

@@ -13,11 +13,8 @@ from harness import Live, greedy, layer_skip, live, tokens
 from models import LAYERS
 from scipy import stats
 from test_sampling import ACCEPT, MODEL, PROMPT, TEMPERATURE, VOCAB, exact, logits, of_three
-from vllm import SamplingParams
 
 from selfspec_cli.vllm_plugin.planted import v2
-
-pytestmark = pytest.mark.engine
 
 SEEDS, TOKENS = 80, 3
 CUT: dict[str, Any] = {"min_p": 0.2, "logit_bias": {3: 2.0, 7: -2.0, 11: 1.0}}
@@ -31,8 +28,7 @@ __all__ = ["exact", "logits"]  # the fixtures
 
 def sample(engine: Live, **said: Any) -> np.ndarray:
     """First tokens [SEEDS, TOKENS] of seeded requests."""
-    common = {"temperature": TEMPERATURE, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False, **said}
-    params = [SamplingParams(seed=seed, **common) for seed in range(SEEDS)]
+    params = [greedy(TOKENS, temperature=TEMPERATURE, seed=seed, **said) for seed in range(SEEDS)]
     return np.array(tokens(engine.generate([PROMPT] * SEEDS, params)))
 
 

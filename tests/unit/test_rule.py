@@ -57,15 +57,15 @@ def device_times(draft: float = 0.45e-3, slower: float = 1.0) -> StepTimes:
 class Simulated:
     """An engine with a clock of its own.
 
-    requests, context (tokens of each) and acceptance (of a draft whose predecessors stood; one for all requests, or of
-    each) may change between two runs. times: the truth, in which a context is not rounded to a bucket. matched: share
-    of the requests that have a draft at all, where all drafts are prompt lookup's.
+    requests, context (tokens of each) and acceptance (of a draft whose predecessors stood) may change between two runs.
+    times: the truth, in which a context is not rounded to a bucket. matched: share of the requests that have a draft at
+    all, where all drafts are prompt lookup's.
     """
 
     def __init__(
         self,
         requests: int = 1,
-        acceptance: float | Sequence[float] = 0.8,
+        acceptance: float = 0.8,
         *,
         known: StepTimes | None = None,
         times: StepTimes | None = None,
@@ -90,10 +90,8 @@ class Simulated:
 
     def speed(self, width: int) -> float:
         """Expected tokens a second of a fixed width."""
-        rates = np.broadcast_to(np.asarray(self.acceptance, dtype=float), self.requests)
-        drafts = sum(float((rates**place).sum()) for place in range(1, width + 1))
-        tokens = self.requests + self.matched * drafts
-        return tokens / self.seconds(width)
+        drafts = self.matched * sum(self.acceptance**place for place in range(1, width + 1))
+        return self.requests * (1 + drafts) / self.seconds(width)
 
     def allowed(self) -> list[int]:
         load = batch_size(self.requests)
@@ -111,8 +109,7 @@ class Simulated:
         seconds = self.seconds(width) * self._noise()
         drafted = stood = np.zeros(self.requests, int)
         if width:
-            rates = np.broadcast_to(np.asarray(self.acceptance, dtype=float), self.requests)
-            stood = np.minimum(self.draw.geometric(np.clip(1 - rates, 1e-9, 1)) - 1, width)
+            stood = np.minimum(self.draw.geometric(max(1 - self.acceptance, 1e-9), self.requests) - 1, width)
             drafted = np.full(self.requests, width)
             if self.matched < 1:
                 drafted *= self.draw.random(self.requests) < self.matched
@@ -199,10 +196,9 @@ def test_prompt_lookup_alone_gains_where_text_repeats_and_costs_nothing_elsewher
     times = StepTimes(verify, {1: 0.0}, KV_TOKEN)
     engine = Simulated(requests, acceptance, times=times, matched=matched)
     assert engine.run(2.0) > 0.95
-    assert engine.run(4.0) > 0.95
-    speeds = [steps * engine.speed(width) * engine.seconds(width) for width, steps in engine.widths.items()]
-    time = sum(steps * engine.seconds(width) for width, steps in engine.widths.items())
-    assert sum(speeds) / time > 0.99 * engine.speed(0)
+    share = engine.run(4.0)
+    assert share > 0.95
+    assert share * engine.speed(engine.best()) > 0.99 * engine.speed(0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -216,14 +212,6 @@ def test_a_large_model_loses_little_by_looking_at_long_drafts(seed):
     engine = Simulated(48, 0.95, times=times, seed=seed)
     assert engine.run(1.0) > 0.99 and engine.run(8.0) > 0.99
     assert engine.best() == 0 < engine.rule.trials
-
-
-def test_requests_that_differ_in_one_batch():
-    """Half of them accept 95 % of their drafts, the others 20 %."""
-    for requests in (2, 8, 32, 64):
-        engine = Simulated(requests, [0.95, 0.2] * (requests // 2), seed=3)
-        engine.run(1.0)
-        assert engine.run(5.0) > 0.97, requests
 
 
 # ---- traffic that changes --------------------------------------------------------------------------------------------
@@ -754,15 +742,10 @@ def test_acceptance_is_by_position_and_what_was_not_judged_takes_after_the_one_b
 
 
 def test_a_hiccup_of_the_host_moves_a_known_time_little():
-    engine = Simulated(1, 0.9, seed=14)
-    engine.run(2.0)
-    width = engine.widths.most_common(1)[0][0]
-    before = engine.rule.choose(1, 500.0)
-    for _ in range(8):
-        engine.rule.choose(1, 500.0)
-    engine.rule.stepped(1, width, 5.0)
-    key = 1, 0, width, False
-    assert engine.rule._seen[key].seconds < 1.05 * engine.seconds(width) and before.width in WIDTHS
+    seen = Seen(3e-3)
+    for seconds in (*[3e-3] * 40, 5.0):
+        seen.add(seconds, 0.0, 0.0, 1.0)
+    assert seen.seconds < 1.05 * 3e-3
 
 
 @pytest.mark.parametrize("others", [1, 3])
@@ -815,11 +798,3 @@ def test_acceptance_is_found_whatever_it_is_and_what_is_long_ago_fades():
             counts = learnt(counts, torch.full((50,), 0.6), stood)
         assert float(rates(counts)[bins_of(torch.tensor(0.6))]) == pytest.approx(rate, abs=0.05)
         assert float(counts[1].sum()) < MEMORY + BINS * FIRST_TRIALS + 50
-
-
-def test_the_first_guess_never_fades_so_that_a_bin_that_is_never_seen_keeps_it():
-    counts = first_counts()
-    for _ in range(500):
-        counts = learnt(counts, torch.full((50,), 0.99), torch.ones(50, dtype=torch.bool))
-    torch.testing.assert_close(counts[:, 0], first_counts()[:, 0])
-    assert (counts >= first_counts()).all()

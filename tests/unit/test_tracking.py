@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from points import RUN, against, baseline, drafts, failed
@@ -173,29 +174,14 @@ def stub(place, monkeypatch):
     """A stand-in for wandb that says how it was started; (its starts, the processes that would upload)."""
     starts, processes = [], []
 
-    class Run:
-        dir = str(place / "wandb" / "offline-run-1" / "files")
-        summary = property(lambda self: {})
-        log = log_artifact = finish = lambda self, *words: None
+    run = MagicMock(dir=str(place / "wandb" / "offline-run-1" / "files"))
 
-    class Stub:
-        Settings = staticmethod(lambda **options: options)
-        Histogram = staticmethod(lambda values: values)
+    def init(**options):
+        starts.append(options)
+        Path(run.dir).mkdir(parents=True, exist_ok=True)
+        return run
 
-        class Artifact:
-            def __init__(self, *words, **more):
-                pass
-
-            def new_file(self, name, encoding):
-                return open(place / name, "w", encoding=encoding)
-
-        @staticmethod
-        def init(**options):
-            starts.append(options)
-            Path(Run.dir).mkdir(parents=True, exist_ok=True)
-            return Run()
-
-    monkeypatch.setitem(sys.modules, "wandb", Stub)
+    monkeypatch.setitem(sys.modules, "wandb", MagicMock(init=init))
     monkeypatch.setattr(tracking.subprocess, "Popen", lambda words, **more: processes.append((words, more)))
     return starts, processes
 

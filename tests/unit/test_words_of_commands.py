@@ -195,27 +195,28 @@ BEGUN = {"gate=mar": "gate=margin", "free_dra": "free_drafts=", "engine=g": "eng
 """A choice, a key and a preset, and what TAB makes of them."""
 
 
-def typed(shell, environment, begin, name):
-    """What lines become when TAB is pressed behind them in an interactive shell; echo shows it."""
+ZSH = ["zsh", "-f", "-i"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shell", "begin"),
+    [
+        (["bash", "--norc", "--noprofile", "-i"], "PS1='$ '"),
+        pytest.param(ZSH, "PS1='$ '; autoload -U compinit; compinit -u -D", marks=programs.needs("zsh")),
+    ],
+    ids=["bash", "zsh"],
+)
+def test_tab_completes_a_word_in_an_interactive_shell(environment, shell, begin):
+    """echo shows what lines become."""
     child = pexpect.spawn(shell[0], shell[1:], env=environment, encoding="utf-8", timeout=60, dimensions=(24, 120))
-    child.sendline(f'{begin}; eval "$(_SELFSPEC_COMPLETE=source_{name} selfspec)"; echo re""ady')
+    child.sendline(f'{begin}; eval "$(_SELFSPEC_COMPLETE=source_{shell[0]} selfspec)"; echo re""ady')
     child.expect_exact("ready")
     for begun, whole in BEGUN.items():
         child.send(f"selfspec sweep {begun}\t")
         child.expect("sweep " + "\x07?".join(map(re.escape, whole)))  # bash rings where more might follow
         child.send("\x03")  # Ctrl-C: the line is not run
     child.close(force=True)
-
-
-@pytest.mark.slow
-def test_bash_completes_a_word(environment):
-    typed(["bash", "--norc", "--noprofile", "-i"], environment, "PS1='$ '", "bash")
-
-
-@pytest.mark.slow
-@programs.needs("zsh")
-def test_zsh_completes_a_word(environment):
-    typed(["zsh", "-f", "-i"], environment, "PS1='$ '; autoload -U compinit; compinit -u -D", "zsh")
 
 
 @pytest.mark.slow

@@ -384,7 +384,7 @@ def test_roc_records_an_exit_once_too(engines, tmp_path, monkeypatch):
 def test_a_log_fills_the_batch_that_its_steps_are_timed_at(engines):
     cfg = exits.distinct([RunConfig(layer=3, workload=replace(WORK, batch=16, num_prompts=16))], 5)[0]
     exits.survey(cfg, engines, prompts=4)
-    assert max(prompts for _, prompts in engines.opened[0].asked) == 16
+    assert engines.opened[0].asked[0] == (5, 16)
     assert roc.facts([cfg], longest=12, prompts=4)["prompts"] == 16
 
 

@@ -6,6 +6,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
+from selfspec_cli.early_exit.replay import Setting, replay
 from selfspec_cli.engine.live import Generation
 from selfspec_cli.progress import Progress
 from selfspec_cli.report import make as report
@@ -78,33 +79,22 @@ class FakeEngine:
 
     @cache  # noqa: B019 - engines live as long as a test
     def replayed(self, setting):
-        """What the log makes of a setting: its outcome, and the length of each draft."""
-        return replay(self.log, setting, self.costs), draft_lengths(self.log, setting).tolist()
+        return replay(self.log, setting, self.costs)
 
     def answer(self, prompts, output_len):
         self.asked.append((self.setting.k, len(prompts)))
         outputs = [[0] * output_len for _ in prompts]
         tokens = output_len * len(prompts)
+        own = DraftCounters(10).snapshot()
         if not self.setting.k:
-            return Generation(outputs, tokens * COSTS.plain * self.slow, [], VerifyCounts(0, 0, 0, []), counters_of([]))
-        outcome, lengths = self.replayed(self.setting)
+            return Generation(outputs, tokens * COSTS.plain * self.slow, [], VerifyCounts(0, 0, 0, []), own)
+        outcome = self.replayed(self.setting)
         share = tokens / (outcome.rounds + outcome.accepted)
         seconds = tokens * self.costs.plain / outcome.speedup
         counts = VerifyCounts(outcome.rounds, outcome.drafted, outcome.accepted, [])
-        own = counters_of(lengths)
-        own["seconds"] = outcome.drafted * self.costs.draft * share
-        for name in ("rounds", "steps", "drafted"):
-            own[name] *= share
+        own |= {"rounds": outcome.rounds * share, "seconds": outcome.drafted * self.costs.draft * share}
+        own |= dict.fromkeys(("steps", "drafted"), outcome.drafted * share)
         return Generation(outputs, seconds, [], counts, own)
-
-
-def counters_of(lengths):
-    counters = DraftCounters(10)
-    for length in lengths:
-        counters.round(1)
-        for _ in range(length):
-            counters.step(1)
-    return counters.snapshot()
 
 
 WORK = WorkloadConfig(prompts="random", num_prompts=2, output_len=16, input_len=4)  # needs no text
@@ -147,8 +137,8 @@ def lab(engines, tmp_path, monkeypatch):
 def best_of_grid(cfg):
     engine = FakeEngine(cfg)
     settings = [Setting("none", None, k) for k in range(1, 6)]
-    settings += [Setting("maxp", limit / 50, k) for k in range(2, 6) for limit in range(50)]
-    settings += [Setting("margin", limit / 50, k) for k in range(2, 6) for limit in range(50)]
+    thresholds = product(("maxp", "margin"), range(50), range(2, 6))
+    settings += [Setting(gate, limit / 50, k) for gate, limit, k in thresholds]
     return max(replay(engine.log, one, engine.costs).speedup for one in settings)
 
 
@@ -204,12 +194,8 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
 
 def test_other_weights_are_surveyed_however_the_first_ended(lab):
     """Two exits in a row that expect less end the survey of their own kind of weights."""
-    chosen = [
-        replace(lab.cfgs[0], layer=n, draft_weights=weights)
-        for weights in ("shared", "int8")
-        for n in (1, 3, 12, 18, 20, 22)
-    ]
-    lab.run(chosen=chosen)
+    every = product(("shared", "int8"), (1, 3, 12, 18, 20, 22))
+    lab.run(chosen=[replace(lab.cfgs[0], layer=layer, draft_weights=weights) for weights, layer in every])
     seen = {(engine.cfg.draft_weights, engine.layer) for engine in lab.opened}
     assert ("shared", 22) not in seen and ("int8", 1) in seen and ("int8", 22) not in seen
 

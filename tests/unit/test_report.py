@@ -352,7 +352,6 @@ def test_what_roc_left_is_in_the_page(results):
     assert "curves.json" in torn.warnings[0] and torn.curves == {}
 
 
-RIVAL_SETTINGS = "ngram prompt_lookup_max=4 prompt_lookup_min=1"
 FITTED = {"draft_weights": "int4", "draft_weights_file": "copies.safetensors", "read_first": False}
 DRAWN = {"draft_sample_method": "probabilistic"}
 ACCEPTED = {"acceptance_length": 3.0}
@@ -375,9 +374,7 @@ ACCEPTED = {"acceptance_length": 3.0}
         ({"arm": "draft_model"} | ACCEPTED, "vLLM draft_model of 4 layers k=5 · acceptance set to 3"),
         ({"arm": "ngram"} | ACCEPTED, "vLLM n-gram k=5 · acceptance set to 3"),
         ({"arm": "vllm", "speculative": "suffix"} | ACCEPTED, "vLLM suffix k=5 · acceptance set to 3"),
-        # What may be broken over lines, and a line through lengths, which has no length.
-        ({"arm": "vllm", "speculative": RIVAL_SETTINGS}, "vLLM ngram k=5 · prompt_lookup_max=4 · prompt_lookup_min=1"),
-        ({"arm": "draft_model", "k": None}, "vLLM draft_model of 4 layers"),
+        ({"arm": "draft_model", "k": None}, "vLLM draft_model of 4 layers"),  # as of a line through several lengths
     ],
 )
 def test_a_label_names_what_is_not_the_default(change, label):

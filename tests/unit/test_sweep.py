@@ -19,7 +19,6 @@ from selfspec_cli.config.schema import (
     gate_threshold,
 )
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.stages import plan as planning
@@ -206,29 +205,6 @@ def test_points_that_a_row_would_call_the_same_are_told_apart_by_their_settings(
     extra = [RunConfig(engine=EngineConfig(device="cpu", extra=more)) for more in ({}, {"block_size": 32})]
     assert distinguished(extra) == ["engine.extra.block_size=null", "engine.extra.block_size=32"]
     assert distinguished([RunConfig(seed=1), RunConfig(seed=2)]) == ["seed=1", "seed=2"]
-
-
-def test_progress_hears_of_the_plan_and_of_every_point_before_and_after(lab):
-    progress, seen = Progress(), []
-    progress.planned = lambda plan: seen.append(f"{len(plan.points)} points")
-    progress.measuring = lambda planned: seen.append(planned.cfg.threshold)
-    progress.measured = lambda point: seen.append((point.config["threshold"], point.ok))
-    lab.fail_point = lambda cfg: RuntimeError("boom") if is_five(cfg) else None
-    lab.run(VARH_SWEEP, progress=progress)
-    events = [None, (None, True), 4.0, (4.0, True), 5.0, (5.0, False), 6.0, (6.0, True)]
-    assert list(dict.fromkeys(seen)) == ["4 points", *events]
-
-
-def test_a_later_point_stands_with_its_own_baseline_and_leaves_the_earlier_ones_theirs(lab):
-    """The machine is half as fast the second time; nothing of the first command may be divided by that."""
-    lab.run(VARH_SWEEP)
-    lab.pace = 50.0
-    lab.run([RunConfig(gate=VARH, threshold=7.0)])
-    first, *early, second, late = lab.points()
-    assert {arm.compared_with.baseline for arm in early} == {first.id}
-    assert late.compared_with.baseline == second.id != first.id
-    assert [arm.compared_with.speedup for arm in (*early, late)] == pytest.approx([1.5] * 4)
-    assert not late.compared_with.reused
 
 
 def test_a_valid_baseline_is_reused_where_that_is_asked_for_and_the_point_says_so(lab):

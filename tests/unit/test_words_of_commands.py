@@ -191,22 +191,18 @@ BEGUN = {"gate=mar": "gate=margin", "free_dra": "free_drafts=", "engine=g": "eng
 """A choice, a key and a preset, and what TAB makes of them."""
 
 
-ZSH = ["zsh", "-f", "-i"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "begin"),
     [
-        (["bash", "--norc", "--noprofile", "-i"], "PS1='$ '"),
-        pytest.param(ZSH, "PS1='$ '; autoload -U compinit; compinit -u -D", marks=programs.needs("zsh")),
+        ("bash --norc --noprofile -i", "PS1='$ '"),
+        pytest.param("zsh -f -i", "PS1='$ '; autoload -U compinit; compinit -u -D", marks=programs.needs("zsh")),
     ],
-    ids=["bash", "zsh"],
 )
 def test_tab_completes_a_word_in_an_interactive_shell(environment, shell, begin):
     """echo shows what lines become."""
-    child = pexpect.spawn(shell[0], shell[1:], env=environment, encoding="utf-8", timeout=60, dimensions=(24, 120))
-    child.sendline(f'{begin}; eval "$(_SELFSPEC_COMPLETE=source_{shell[0]} selfspec)"; echo re""ady')
+    child = pexpect.spawn(shell, env=environment, encoding="utf-8", timeout=60, dimensions=(24, 120))
+    child.sendline(f'{begin}; eval "$(_SELFSPEC_COMPLETE=source_{shell.split()[0]} selfspec)"; echo re""ady')
     child.expect_exact("ready")
     for begun, whole in BEGUN.items():
         child.send(f"selfspec sweep {begun}\t")

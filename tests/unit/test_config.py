@@ -21,11 +21,9 @@ from selfspec_cli.config.model_files import head_folder, model_fingerprint
 from selfspec_cli.config.schema import ConfigError, EngineConfig, GateConfig, HeadConfig, Method, RunConfig, Runner
 from selfspec_cli.config.validation import validate
 from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
-from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.settings import OPTIONS
 from selfspec_cli.record.tables import identity
 
-KINDS = [kind for kind in GATES if kind not in ("none", "auto")]
 VARH = GateConfig(kind="varH")
 MAXP = GateConfig(kind="maxp")
 GPU = EngineConfig(device="cuda")
@@ -200,17 +198,7 @@ HIDDEN, VOCAB = 4, 8
 @pytest.fixture
 def cfg(tmp_path):
     """A model of eight layers in a folder, and heads in another."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
-    weights(folder, 0)
-    model = schema.ModelConfig(name="m", path=str(folder))
-    return RunConfig(model=model, head_dir=str(tmp_path / "heads"), layer=4, k=5)
-
-
-def weights(folder, seed):
-    torch.manual_seed(seed)
-    save_file({"w": torch.randn(512, 512)}, str(folder / "model.safetensors"))
+    return replace(model(tmp_path / "model"), head_dir=str(tmp_path / "heads"), layer=4, k=5)
 
 
 def lsq(cfg, seed):
@@ -240,7 +228,7 @@ def test_a_head_that_is_fitted_again_is_measured_again(cfg):
 
 def test_weights_and_config_of_a_model_are_part_of_every_key(cfg, tmp_path):
     first, base = run_key(cfg), run_key(baseline_of(cfg))
-    weights(tmp_path / "model", 1)
+    save_file({"a": torch.ones(3)}, tmp_path / "model" / "model.safetensors")
     second = run_key(cfg)
     assert second != first
     assert run_key(baseline_of(cfg)) != base
@@ -313,7 +301,7 @@ def test_a_file_is_read_again_only_when_it_changed(tmp_path, monkeypatch):
 
 def model(folder, value=1.0, config=None):
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config or {"num_hidden_layers": 4}))
+    (folder / "config.json").write_text(json.dumps(config or {"num_hidden_layers": 8}))
     save_file({"a": torch.full((100_000,), value), "b": torch.zeros(3)}, folder / "model.safetensors")
     return RunConfig(model=schema.ModelConfig(name="M", path=str(folder)))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import call, document, done, model_folder, refused
 from points import against, baseline
+from refusals import said
 
 from selfspec_cli.commands import deploying, serve
 from selfspec_cli.config import facts, schema, tuned
@@ -34,8 +35,7 @@ def model(tmp_path, monkeypatch):
     return schema.ModelConfig(name="small", path="model", dtype="bfloat16")
 
 
-def made(cfg, tmp_path):
-    return deployment.deployment(cfg, tmp_path)
+made = deployment.deployment
 
 
 @pytest.fixture
@@ -251,8 +251,7 @@ def test_a_port_in_use_is_refused_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for options in (["--port", str(port)], [f"--port={port}", "--host", "127.0.0.1"]):
-            with pytest.raises(ConfigError, match=f"port {port} is in use"):
-                serve.check_port(options)
+            assert f"port {port} is in use" in said(ConfigError, serve.check_port, options)
         serve.check_port(["--port", str(port), "--uds", "somewhere"])
     serve.check_port(["--port", str(port)])
     serve.check_port(["--port", "x"])  # vLLM's to refuse
@@ -260,5 +259,4 @@ def test_a_port_in_use_is_refused_before_a_model_is_loaded():
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_there_is_not_is_refused(port):
-    with pytest.raises(ConfigError, match=f"--port {port}: allowed: from 0 to 65535"):
-        serve.check_port(["--port", str(port)])
+    assert f"--port {port}: allowed: from 0 to 65535" in said(ConfigError, serve.check_port, ["--port", str(port)])

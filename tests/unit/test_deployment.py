@@ -163,9 +163,8 @@ def test_the_words_that_tune_ends_with_use_its_result(model, monkeypatch):
 
 
 def test_a_head_that_is_gone_is_said_and_fails_nothing(model, capsys):
-    found = deploying.chosen(
-        "fit", RunConfig(model=model, layer=2, head=schema.HeadConfig("lsq"), results_dir="out"), 1.5
-    )
+    cfg = RunConfig(model=model, layer=2, head=schema.HeadConfig("lsq"), results_dir="out")
+    found = deploying.chosen("fit", cfg, 1.5)
     assert "selfspec fit-lsq --layer 2" in found["error"]
     deploying.show(found)
     assert "what to deploy cannot be said" in capsys.readouterr().err
@@ -179,10 +178,8 @@ def test_serve_takes_settings_and_hands_the_rest_to_vllm(model):
     drawn = call("serve", *words[1:-2], "draft_sample_method=probabilistic", *words[-2:])
     assert document(drawn)["speculative_config"]["draft_sample_method"] == "probabilistic"
     assert "warning" not in drawn.stderr  # a server's requests have temperatures of their own
-    assert (
-        "--speculative-config"
-        not in document(call("serve", "model=./model", "method=baseline", *words[-2:]))["command"]
-    )
+    plain = document(call("serve", "model=./model", "method=baseline", *words[-2:]))
+    assert "--speculative-config" not in plain["command"]
 
 
 def test_serve_becomes_the_server(model, monkeypatch, tmp_path):
@@ -255,8 +252,5 @@ def test_a_port_in_use_is_refused_before_a_model_is_loaded():
         serve.check_port(["--port", str(port), "--uds", "somewhere"])
     serve.check_port(["--port", str(port)])
     serve.check_port(["--port", "x"])  # vLLM's to refuse
-
-
-@pytest.mark.parametrize("port", [-1, 65536])
-def test_a_port_that_there_is_not_is_refused(port):
-    assert f"--port {port}: allowed: from 0 to 65535" in said(ConfigError, serve.check_port, ["--port", str(port)])
+    for port in (-1, 65536):
+        assert f"--port {port}: allowed: from 0 to 65535" in said(ConfigError, serve.check_port, ["--port", str(port)])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
 from refusals import said
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
@@ -82,20 +81,6 @@ def test_round_trip(name, dtype, tmp_path):
 )
 def test_a_head_for_another_model_is_refused(saved, want, words):
     assert words in said(HeadError, load_head, saved, **want)
-
-
-def test_every_truncation_is_refused(saved):
-    whole = saved.read_bytes()
-    for length in {0, 1, 7, 8, 20, len(whole) // 2, len(whole) - 1}:
-        saved.write_bytes(whole[:length])
-        assert "truncated" in said(HeadError, load_head, saved)
-
-
-def test_a_file_whose_tensors_were_exchanged_is_named(saved):
-    with safe_open(saved, framework="pt") as file:
-        metadata = file.metadata()
-    save_file({"weight": W[:2]}, saved, metadata=metadata)
-    assert str(saved) in said(HeadError, load_head, saved)
 
 
 def test_foreign_and_missing_files(tmp_path):

@@ -18,7 +18,7 @@ from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import load_head, save_head
 from selfspec_cli.early_exit.draft_vocab import ids_of
-from selfspec_cli.early_exit.errors import HeadError, SettingsError
+from selfspec_cli.early_exit.errors import HeadError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
 from selfspec_cli.early_exit.head_module import check_vocab_ids, scatter_to_full, with_draft_vocabulary
 
@@ -319,13 +319,6 @@ def test_a_file_is_called_what_it_holds(cfg, tmp_path):
     assert said(ConfigError, check, given) == f"head=lsq with head.path={given.head.path}: the file holds translator"
     (folder / "layer3_lsq_argmax.safetensors").unlink()
     assert head_spec(HeadConfig(path=str(folder)), LAYER).name == "translator"
-
-
-def test_a_vocabulary_of_a_vocabulary_is_refused(cfg):
-    fitted(cfg)
-    path = found(replace(cfg, head=HeadConfig(kind="lsq"), vocab="3"))
-    again = replace(cfg, head=HeadConfig(kind="lsq", path=str(path)), vocab="2")
-    assert "draft vocabulary of 3 already" in said(SettingsError, found, again)
 
 
 def test_in_a_speculative_config_a_number_means_the_first_ids(tmp_path):

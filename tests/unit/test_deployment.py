@@ -18,6 +18,7 @@ from selfspec_cli.config import facts, schema, tuned
 from selfspec_cli.config.compose import compose_runs, load_config
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, to_plain
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.settings import to_spec
 from selfspec_cli.engine import deployment
 from selfspec_cli.record import folder
 from selfspec_cli.stages import tune
@@ -53,16 +54,7 @@ def vllm(monkeypatch):
 def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
     cfg = RunConfig(model=model, engine=CUDA, layer=2, k=6, gate=GateConfig("margin"), threshold=0.2)
     found = made(cfg, tmp_path)
-    assert found.speculative_config == {
-        "method": "layer_skip",
-        "layer_skip": 2,
-        "num_speculative_tokens": 6,
-        "gate": "margin",
-        "threshold": 0.2,
-        "draft_weights": "shared",
-        "free_drafts": 0,
-        "strict": False,
-    }
+    assert found.speculative_config == {key: value for key, value in to_spec(cfg).items() if value is not None}
     settings = ResolvedSettings.from_user(found.speculative_config, 8)
     assert (settings.layer, settings.k, settings.gate.kind, settings.threshold) == (2, 6, "margin", 0.2)
     drawn = made(replace(cfg, draft_sample_method="probabilistic"), tmp_path).speculative_config

@@ -114,7 +114,6 @@ def test_every_command_has_help_with_an_example(command):
         (("tune", "--minutes=-7"), "'--minutes': -7: "),
         (("fit", "layer=2"), "is not fitted; name what is"),
         (("fit", "head=lsq", "layer=8"), "1..7"),
-        (("fit", "head=lsq", "layer=0"), "layer=0"),
         (("fit", "head=lsq"), "layer=null"),
         (("fit", "head=lsq", "layer=2", "vocab=65"), "larger than the vocabulary; must be in 1..64"),
         (("fit", "head=lsq", "layer=2", "vocab=gone.txt"), "a file of token ids"),
@@ -145,7 +144,6 @@ def test_every_command_has_help_with_an_example(command):
         (("load", "load.clients=4", "load.burst=8"), "bursts arrive at a rate; give load.rate or load.share"),
         (("load", "load.clients=8", "load.requests=4"), "fewer requests than clients; use load.requests=8 or more"),
         (("load", "load.rate=0"), "load.rate=0.0: out of range; allowed: more than 0"),
-        (("load", "load.client=4"), "did you mean 'load.clients'?"),
         (("load", "load.column=question"), "only the rows of a .json, .jsonl, .parquet file have columns"),
         (("load", "workload.prompts=nowhere.jsonl"), "workload.prompts=nowhere.jsonl: must be"),
         (("load", "load.tpot_limit=-1"), "load.tpot_limit=-1.0: out of range"),
@@ -212,7 +210,6 @@ def test_tune_says_beforehand_what_it_will_try(model):
     assert plan["exits"] == ["E1-lens", "E2-lens", "E4-lens"]  # copies gain nothing on a CPU
     on_gpu = document(call("tune", model, "engine=gpu", "--dry-run", "--json"))
     assert on_gpu["exits"] == ["E8-lens-int4", "E8-lens-int8", "E1-lens", "E2-lens", "E4-lens"]
-    assert document(call("tune", model, "engine=gpu", "layer=2", "--dry-run", "--json"))["exits"] == ["E2-lens"]
 
 
 def test_tune_tries_copies_over_a_part_of_long_contexts(tmp_path):

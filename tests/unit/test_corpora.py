@@ -1,7 +1,6 @@
 """Texts to fit on, to score and to ask from: what is read, what is held out, and what is refused."""
 
 import json
-import re
 
 import pytest
 from commands import one
@@ -116,8 +115,7 @@ def test_a_table_without_its_package_says_what_to_install(monkeypatch, tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.parquet").write_text("{}")
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ConfigError, match=re.escape(install("data"))):
-        corpora.load("rows.parquet")
+    assert install("data") in said(ConfigError, corpora.load, "rows.parquet")
 
 
 # ---- the standard library
@@ -149,8 +147,8 @@ def test_a_missing_module_is_left_out_and_a_package_gives_its_init(tmp_path, mon
 
 def test_python_without_sources_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "_stdlib", lambda: tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"argparse.*{tmp_path.name}"):
-        library.held_out_text()
+    found = said(FileNotFoundError, library.held_out_text)
+    assert "argparse" in found and tmp_path.name in found
 
 
 def test_fitting_text_holds_nothing_held_out(tmp_path, monkeypatch):

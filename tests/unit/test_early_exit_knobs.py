@@ -85,16 +85,6 @@ def test_what_an_option_admits(key, inside, outside):
         assert found == ([(key, value)] if value in outside else [])
 
 
-def test_every_value_out_of_its_range_is_told_in_the_order_of_the_fields():
-    config = Outer(number=1, inner=Inner("eve", 0), level=2, names=[])
-    assert [(option.key, value) for option, value in knobs.out_of_range(config)] == [
-        ("number", 1),
-        ("inner.word", "eve"),
-        ("inner.size", 0),
-    ]
-    assert list(knobs.out_of_range(Outer())) == []
-
-
 @pytest.mark.parametrize(
     ("about", "text", "inside", "outside"),
     [

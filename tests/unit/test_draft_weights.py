@@ -308,11 +308,6 @@ def test_what_is_changed_computes_with_the_copies_and_the_layer_with_its_own_wei
     assert changed.call.__self__ is changed  # not the target's method, which would run the target's weights
 
 
-def test_a_module_without_linear_layers_is_shared_whole():
-    norm = nn.Sequential(nn.LayerNorm(4), nn.SiLU())
-    assert with_replaced(norm, lambda module, name: None) is norm
-
-
 class FusedExperts(nn.Module):
     """Named so that it is taken for what it is."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
 from refusals import said
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
@@ -81,6 +82,13 @@ def test_round_trip(name, dtype, tmp_path):
 )
 def test_a_head_for_another_model_is_refused(saved, want, words):
     assert words in said(HeadError, load_head, saved, **want)
+
+
+def test_a_file_whose_tensors_were_exchanged_is_named(saved):
+    with safe_open(saved, framework="pt") as file:
+        metadata = file.metadata()
+    save_file({"weight": W[:2]}, saved, metadata=metadata)
+    assert str(saved) in said(HeadError, load_head, saved)
 
 
 def test_foreign_and_missing_files(tmp_path):

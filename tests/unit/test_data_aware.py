@@ -57,6 +57,12 @@ def test_rounding_is_gptqs(data):
     assert weighted_error(found - weight, moment) == pytest.approx(weighted_error(wanted - weight, moment), rel=0.02)
 
 
+def test_small_inputs_round_as_large_ones(data):
+    weight, moment = data
+    small, large = (rounded_in_order(weight, moment * size, GROUP, (-8, 7), one_scale)[0] for size in (1e-4, 1.0))
+    assert (small == large).float().mean() > 0.97
+
+
 def test_data_without_structure_changes_nothing(data):
     weight, _ = data
     kind = DRAFT_WEIGHTS["int4"]

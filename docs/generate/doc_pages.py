@@ -5,8 +5,12 @@ PYTHONPATH=. python docs/generate/doc_pages.py
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from figure_cells import ROOT, table
 from figure_tables import (
@@ -21,12 +25,13 @@ from figure_tables import (
     settings,
     spec_bench,
 )
-from gateway_settings import gateway_settings
 from limits_tables import architectures, fields
 from picture_one_line import picture
 
 from selfspec_cli.config import options
 from selfspec_cli.config.schema import GROUPS
+from selfspec_cli.gateway.policies import POLICIES
+from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.record.columns import TABLES, header, meanings
 
 JOINS = {"key": "joins the tables: of one setting on one workload", "point": "joins the tables: of one measurement"}
@@ -67,6 +72,35 @@ def _settings(rows: list[options.Row]) -> str:
         allowed = ": ".join(filter(None, (kind, row.allowed)))
         lines.append((f"`{row.key}`", row.help, allowed, row.default, f"`{row.spec_key}`" if row.spec_key else ""))
     return table(("key", "what it is", "allowed", "default", "in a speculative_config"), lines)
+
+
+def gateway_settings() -> str:
+    """Write a gateway's file with every setting."""
+    return "\n".join(["```yaml", *_yaml(GatewaySettings), "```"])
+
+
+def _yaml(schema: Any, indent: str = "") -> Iterator[str]:
+    """Every setting as a line of YAML: its default, and what it means."""
+    hints = get_type_hints(schema)
+    for column in dataclasses.fields(schema):
+        kind, about = hints[column.name], column.metadata.get("knob")
+        name = f"{indent}{column.name}:"
+        inner = next((one for one in get_args(kind) if dataclasses.is_dataclass(one)), None)
+        if dataclasses.is_dataclass(kind):
+            yield from (name, *_yaml(kind, f"{indent}  "))
+        elif inner is not None:
+            yield f"{name:<34}# {about.help}"
+            first, *others = _yaml(inner, f"{indent}    ")
+            yield from (f"{indent}  - {first.lstrip()}", *others)
+        elif column.name == "policy_options":
+            yield name
+            for policy, entry in POLICIES.items():
+                if dataclasses.fields(entry.options):
+                    yield from (f"{indent}  {policy}:", *_yaml(entry.options, f"{indent}    "))
+        else:
+            default = column.default if column.default is not dataclasses.MISSING else column.default_factory()
+            unset = f"; unset: {about.unset}" if default is None and about.unset != "no limit" else ""
+            yield f"{f'{name} {json.dumps(default)}':<34}# {about.help}{unset}"
 
 
 WRITTEN = (

@@ -55,15 +55,11 @@ def at(name: str) -> Path:
 
 
 @lru_cache(maxsize=64)
-def _points(path: Path) -> tuple[Point, ...]:
-    points, warnings = folder.read(path)
-    assert not warnings, warnings
-    return tuple(points)
-
-
 def points_of(name: str) -> tuple[Point, ...]:
     """The points of a published folder."""
-    return _points(at(name))
+    points, warnings = folder.read(at(name))
+    assert not warnings, warnings
+    return tuple(points)
 
 
 def text_of(name: str) -> str:

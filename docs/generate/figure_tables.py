@@ -54,30 +54,26 @@ HOSTS = {"H100": "gpu/qwen_1.5b_table_h100", "H200": "gpu/qwen_1.5b_h200/code"}
 
 def hosts() -> str:
     """Write plain decoding and drafts on both hosts, in tokens a second."""
-    by_host = {host: _by_load(folder) for host, folder in HOSTS.items()}
+    by_host = [_host_cells(folder) for folder in HOSTS.values()]
     rows = []
-    for load in by_host["H200"]:
-        if all(load in one for one in by_host.values()):
-            workload, batch = load
-            pairs = [by_host[host][load] for host in HOSTS]
-            rows.append((f"{workload}, {batch}", *(cell for pair in pairs for cell in _host_cells(*pair))))
+    for load in by_host[-1]:
+        if all(load in cells for cells in by_host):
+            rows.append((", ".join(map(str, load)), *(cell for cells in by_host for cell in cells[load])))
     parts = ("plain tok/s", "drafts tok/s", "speedup")
     return table(("workload, requests", *(f"{host}: {part}" for host in HOSTS for part in parts)), rows)
 
 
-def _by_load(folder: str) -> dict[tuple[str | None, int | None], tuple[Record, Record]]:
-    """Return (the baseline, greedy drafts without a gate) by workload and number of requests."""
-    rows = [tables.row(point) for point in points_of(folder)]
+def _host_cells(folder: str) -> dict[tuple[str | None, int | None], list[str | None]]:
+    """Return speeds of the baseline and of greedy drafts without a gate, and the speedup, by workload and requests."""
     pairs: dict[tuple[str | None, int | None], dict[bool, Record]] = {}
-    for row in rows:
+    for row in map(tables.row, points_of(folder)):
         if not row.temperature and (row.arm == "baseline" or row.gate == "none"):
             pairs.setdefault((row.workload, row.batch), {})[row.arm != "baseline"] = row
-    return {load: (pair[False], pair[True]) for load, pair in pairs.items() if len(pair) == 2}
-
-
-def _host_cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
-    speeds = (number(row.tok_s_median, 4) for row in (plain, drafts))
-    return *speeds, ratio(drafts.speedup)
+    return {
+        load: [*(number(pair[drafting].tok_s_median, 4) for drafting in (False, True)), ratio(pair[True].speedup)]
+        for load, pair in pairs.items()
+        if len(pair) == 2
+    }
 
 
 # ---- Tables of the one line: `{"method": "selfspec"}` next to plain vLLM and to fixed draft lengths, served and on
@@ -108,7 +104,7 @@ def closed_loops() -> dict[str, dict[int, dict[str, Any]]]:
     """Return what each arm measured, by the name of the prompts and the number of clients."""
     levels = [level for level in data_of(FILE)["served"]["levels"] if level["level"].startswith("closed")]
     return {
-        name: {_clients(level): level["rows"] for level in levels if level["prompts"] == prompts}
+        name: {int(level["level"].split()[1]): level["rows"] for level in levels if level["prompts"] == prompts}
         for prompts, name in WORDS.items()
     }
 
@@ -139,19 +135,9 @@ def fixed_lengths() -> str:
     once. The last column counts the outputs of the one line that equal plain vLLM's; the number in brackets counts the
     equal outputs of a second plain run."""
     cells = sorted(data_of(FILE)["cells"], key=lambda cell: (-list(WORDS).index(cell["prompts"]), cell["batch"]))
-    arms = [
-        RULE,
-        *(row["arm"] for row in cells[0]["rows"] if row["arm"].startswith("k=")),
-        "before",
-        "plain 0.33",
-        "0.33",
-    ]
-    names = {
-        RULE: "the one line",
-        "before": "older selfspec",
-        "plain 0.33": "plain, vLLM 0.33",
-        "0.33": "one line, 0.33",
-    }
+    lengths = {row["arm"]: row["arm"] for row in cells[0]["rows"] if row["arm"].startswith("k=")}
+    others = {"before": "older selfspec", "plain 0.33": "plain, vLLM 0.33", "0.33": "one line, 0.33"}
+    names = {RULE: "the one line"} | lengths | others
     rows = []
     for cell in cells:
         speeds, same = {row["arm"]: row["tok_s"] for row in cell["rows"]}, cell["same_as_plain"]
@@ -159,11 +145,11 @@ def fixed_lengths() -> str:
             (
                 f"{cell['prompts']}, {cell['batch']}",
                 f"{speeds[PLAIN]:,.0f}",
-                *(f"{speeds[arm] / speeds[PLAIN]:.2f}" for arm in arms),
+                *(f"{speeds[arm] / speeds[PLAIN]:.2f}" for arm in names),
                 f"{same[RULE]} ({cell['plain_as_itself']}) of {same[PLAIN]}",
             )
         )
-    header = ("prompts, requests at once", "plain, tok/s", *(names.get(arm, arm) for arm in arms))
+    header = ("prompts, requests at once", "plain, tok/s", *names.values())
     return table((*header, "outputs as plain (plain again)"), rows)
 
 
@@ -189,15 +175,16 @@ def _order(level: dict[str, Any]) -> tuple[bool, bool, int]:
     return level["prompts"] != "coding", kind != "closed", int(number.rstrip("%"))
 
 
-def _clients(level: dict[str, Any]) -> int:
-    return int(level["level"].split()[1])
-
-
 def _speedup(arms: dict[str, Any]) -> str:
     """Return the ratio of the median speeds, with the least and the greatest ratio of the repeats."""
-    plain, ours = arms[PLAIN], arms[SERVED]
-    each = sorted(one / other for one, other in zip(ours["all"], plain["all"], strict=True))
-    return f"**{ratio(ours['tok_s'] / plain['tok_s'])}** ({each[0]:.2f}, {each[-1]:.2f})"
+    least, greatest = range_of_repeats(arms)
+    return f"**{ratio(arms[SERVED]['tok_s'] / arms[PLAIN]['tok_s'])}** ({least:.2f}, {greatest:.2f})"
+
+
+def range_of_repeats(arms: dict[str, Any]) -> tuple[float, float]:
+    """Return the least and the greatest ratio of the repeats' speeds."""
+    each = [one / other for one, other in zip(arms[SERVED]["all"], arms[PLAIN]["all"], strict=True)]
+    return min(each), max(each)
 
 
 # ---- Acceptance of draft weights of all layers, the table of docs/which_models.md

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from figure_cells import points_of
-from figure_tables import PLAIN, SERVED, WORDS, closed_loops
+from figure_tables import PLAIN, SERVED, WORDS, closed_loops, range_of_repeats
 
 from selfspec_cli.record import tables
 
@@ -38,7 +38,7 @@ Rows = dict[int, dict[str, Any]]
 def picture() -> str:
     """Draw the closed loops of the served measurement, a panel for each kind of prompts, as SVG."""
     by_prompts: dict[str, Rows] = {prompts: _growing(rows) for prompts, rows in closed_loops().items()}
-    highest = max(max(_range(arms)) for rows in by_prompts.values() for arms in rows.values())
+    highest = max(max(range_of_repeats(arms)) for rows in by_prompts.values() for arms in rows.values())
     top = math.ceil(2 * highest) / 2
     width = (WIDTH - LEFT - GAP * (len(by_prompts) - 1)) / len(by_prompts)
     shapes = [
@@ -81,7 +81,7 @@ def _panel(title: str, rows: Rows, top: float, left: float, width: float) -> lis
         _line((x(few), y(speedups[few])), (x(more), y(speedups[more])), "ours") for few, more in pairwise(clients)
     ]
     for count, value in speedups.items():
-        low, high = _range(rows[count])
+        low, high = range_of_repeats(rows[count])
         at = x(count)
         shapes += [
             _text(at, floor + 18, str(count), anchor="middle"),
@@ -135,12 +135,6 @@ def _legend() -> list[str]:
         f'<rect class="square" x="{LEFT + 8}" y="{below - 8}" width="8" height="8"/>',
         _text(LEFT + 30, below, rivals),
     ]
-
-
-def _range(arms: dict[str, Any]) -> tuple[float, float]:
-    """The least and the greatest ratio of the repeats, as in the README's table."""
-    each = [one / other for one, other in zip(arms[SERVED]["all"], arms[PLAIN]["all"], strict=True)]
-    return min(each), max(each)
 
 
 def _line(begin: tuple[float, float], end: tuple[float, float], kind: str) -> str:

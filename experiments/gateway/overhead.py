@@ -21,7 +21,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,8 @@ import aiohttp
 import uvicorn
 import uvloop
 
-from selfspec_cli.engine.server import free_port
+from selfspec_cli import children
+from selfspec_cli.children import free_port
 
 MODEL = "toy"
 KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; vllm-router and smg ignore it
@@ -111,7 +111,7 @@ def serve(port: int, step: float) -> None:
 def started(command: list[str], port: int, log: Path) -> Iterator[tuple[str, int]]:
     """(address, process id) of a program that listens on a port, once it answers a completion; ended afterwards."""
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        process = children.start(command, out, os.environ)
     url = f"http://127.0.0.1:{port}"
     try:
         until = time.monotonic() + START_SECONDS
@@ -123,11 +123,7 @@ def started(command: list[str], port: int, log: Path) -> Iterator[tuple[str, int
             time.sleep(0.3)
         yield url, process.pid
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            os.killpg(process.pid, signal.SIGKILL)
+        children.end(process, signal.SIGTERM, 10)
 
 
 def cpu_seconds(session: int) -> float:
@@ -278,7 +274,14 @@ def main() -> None:
             running[name] = stack.enter_context(started(words, its_port, folder / f"{name}.log"))
             print(f"{name}: {running[name][0]}", file=sys.stderr)
         found = rounds(options, {name: (url + PATH, pid) for name, (url, pid) in running.items()})
-        document = described(options) | {"rows": table(found)}
+        document = {
+            "path": PATH,
+            "tokens": options.tokens,
+            "step_s": options.step,
+            "cpus": os.cpu_count(),
+            "load_average": os.getloadavg()[0],
+            "rows": table(found),
+        }
     text = json.dumps(document, indent=1)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")
@@ -368,17 +371,6 @@ def write_table(document: dict[str, Any]) -> None:
 def rate(parts: Sequence[dict[str, Any]]) -> float:
     """Tokens a second."""
     return float(sum(one["events"] for one in parts) / sum(one["seconds"] for one in parts))
-
-
-def described(options: argparse.Namespace) -> dict[str, Any]:
-    """What was measured, and on what."""
-    return {
-        "path": PATH,
-        "tokens": options.tokens,
-        "step_s": options.step,
-        "cpus": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-    }
 
 
 if __name__ == "__main__":

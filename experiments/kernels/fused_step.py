@@ -53,16 +53,13 @@ class Fused:
         build = built(shape, plan, tokens, properties.shared_memory_per_block_optin)
         self.kernel = Kernel(build, device, None, PATIENCE)
         self.stream = Stream(shape, plan, device)
+        self.plan = plan.tensor().to(device)
         fill(self.stream, model)
-        self.weights = {
-            "stream": self.stream.records,
-            "offsets": self.stream.offsets,
-            "plan": plan.tensor().to(device),
-        }
 
     def bind(self, step: Step) -> Callable[[], None]:
         """A call that runs the step."""
-        return bound(self.kernel, Arguments, step, self.weights)
+        weights = {"stream": self.stream.records, "offsets": self.stream.offsets, "plan": self.plan}
+        return bound(self.kernel, Arguments, step, weights)
 
 
 # ---- the kernels that it replaces -----------------------------------------------------------------------------------

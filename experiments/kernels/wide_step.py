@@ -124,11 +124,6 @@ def times(model: Model, step: Step, tokens: int, stamps: bool, warps: int | None
     return row
 
 
-def separate_times(step: Step) -> dict[str, Any]:
-    """Of the kernels for single products."""
-    return {"separate_us": timed(lambda: separate(step))}
-
-
 def main() -> None:
     """Check, then time, and write all as JSON after each row."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -175,7 +170,7 @@ def main() -> None:
                 for count in warps:
                     attempt(about, times, model, step, tokens, arguments.stamps, count)
                 if tokens <= MOST_SEPARATE and not shape.head_norms and not arguments.no_separate:
-                    attempt(about, separate_times, step)
+                    attempt(about, lambda step=step: {"separate_us": timed(lambda: separate(step))})
                 del step
         del model
         torch.cuda.empty_cache()

@@ -127,8 +127,7 @@ def row(name: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--batches", default="1,4,16,32,64,128,256")
     parser.add_argument("--prompts", default="coding,chat,edits")
     parser.add_argument("--fixed", default=",".join(map(str, FIXED)))

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +54,7 @@ class Request(NamedTuple):
 def start(model: str, port: int, more: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A server of vLLM's; more: its further options."""
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    words += ["--served-model-name", "model"]
-    words += ["--port", str(port), "--no-enable-prefix-caching", *more]
+    words += ["--served-model-name", "model", "--port", str(port), "--no-enable-prefix-caching", *more]
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
     return subprocess.Popen(
         words, stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True, env=environment
@@ -276,12 +276,10 @@ async def measure(
                 rows = await level(f"closed {number}", arms, lambda port, n=number: client.closed(port, n, each))
                 best = max(best, rows[PLAIN]["tok_s"])
         client.take("chat")
-        for share in (float(share) for share in args.shares.split(",") if share):
-            rate = share * best / TOKENS
-            await level(f"poisson {share:.0%}", [PLAIN, RULE], lambda port, r=rate: client.poisson(port, r, each))
-        for share in (float(share) for share in args.bursts.split(",") if share):
-            rate = share * best / TOKENS
-            await level(f"bursts {share:.0%}", [PLAIN, RULE], lambda port, r=rate: client.poisson(port, r, each, BURST))
+        for kind, shares, burst in (("poisson", args.shares, 1), ("bursts", args.bursts, BURST)):
+            for share in (float(share) for share in shares.split(",") if share):
+                arrivals = partial(client.poisson, rate=share * best / TOKENS, seconds=each, burst=burst)
+                await level(f"{kind} {share:.0%}", [PLAIN, RULE], arrivals)
         phases = [(prompts, int(clients)) for prompts, clients in (words.split(":") for words in args.changes)]
         for _ in range(args.repeats if phases else 0):
             both = [await client.changing(await client.use(arm), phases, each) for arm in (PLAIN, RULE)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 MAX_SHARD_BYTES = 15_900_000
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
+SPECIAL_IDS = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,7 @@ def hugging_face_config(shape: Shape) -> dict:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": True,
-        "bos_token_id": END_OF_TEXT_ID,
-        "eos_token_id": END_OF_TEXT_ID,
-        "pad_token_id": END_OF_TEXT_ID,
+        **SPECIAL_IDS,
         "initializer_range": 0.02,
         "torch_dtype": "bfloat16",
         "use_cache": True,
@@ -204,7 +203,6 @@ def export(model: Llama, folder: Path) -> None:
         save_file(shard, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    token = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -216,7 +214,7 @@ def export(model: Llama, folder: Path) -> None:
     for name, content in {
         "model.safetensors.index.json": {"metadata": {"total_size": total}, "weight_map": places},
         "config.json": hugging_face_config(model.shape),
-        "generation_config.json": token,
+        "generation_config.json": SPECIAL_IDS,
         "tokenizer_config.json": tokenizer,
     }.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -22,8 +22,10 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -179,8 +181,6 @@ def biases(llm: Any) -> dict[int, float]:
 
 def long_text(llm: Any, length: int) -> list[int]:
     """Source of Python's standard library of `length` tokens, and a question about its end."""
-    import sysconfig
-
     encode = llm.get_tokenizer().encode
     question = encode("\n\n# The functions above, with one line on each:\n# 1.", add_special_tokens=False)
     ids: list[int] = []
@@ -277,8 +277,6 @@ def stale(llm: Any, at_start: bool = False) -> str | None:
 
 def other_weights(model: Path, folder: Path) -> None:
     """The model with each row of its layers' matrices scaled by another factor: as far from it as some training."""
-    import shutil
-
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -304,11 +302,10 @@ def start(name: str, model: str, drafting: bool) -> Any:
     import torch
     from vllm import LLM
 
-    settings = dict(ENGINES[name])
-    if not drafting:  # vLLM's memory pool that can be given away may be had without
-        settings.pop("enable_sleep_mode", None)
-    if not torch.cuda.is_available():
+    settings, on_gpu = dict(ENGINES[name]), torch.cuda.is_available()
+    if not on_gpu:
         settings |= {"kv_cache_memory_bytes": 1 << 28, "max_model_len": 512, "max_num_batched_tokens": 512}
+    if not (drafting and on_gpu):  # vLLM's memory pool that can be given away may be had without drafts
         settings.pop("enable_sleep_mode", None)
     return LLM(
         model=model,
@@ -316,7 +313,7 @@ def start(name: str, model: str, drafting: bool) -> Any:
         max_logprobs=200,
         enable_prefix_caching=True,
         disable_log_stats=False,
-        **(ON_GPU if torch.cuda.is_available() else ON_CPU),
+        **(ON_GPU if on_gpu else ON_CPU),
         **settings,
         **({"speculative_config": {"method": "selfspec"}} if drafting else {}),
     )
@@ -704,11 +701,10 @@ def run(args: argparse.Namespace, folder: Path) -> int:
             log = (folder / f"{name}_{role}.log").open("w")
             command = [sys.executable, __file__, *sys.argv[1:], "--worker", name, role]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+            thread = threading.Thread(target=follow, args=(f"{name} {role}", process, folder, rows, save), daemon=True)
+            thread.start()
             processes.append(process)
-            threads.append(
-                threading.Thread(target=follow, args=(f"{name} {role}", process, folder, rows, save), daemon=True)
-            )
-            threads[-1].start()
+            threads.append(thread)
     if "main" in wanted:
         other_weights(args.model, folder / "other")
     for thread in threads:

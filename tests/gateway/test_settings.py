@@ -147,7 +147,7 @@ def test_the_tables_of_the_demo_have_headings_that_need_no_glossary(capsys):
 
 
 def test_the_page_has_every_setting_with_its_default():
-    """docs/generate/gateway_settings.py writes it."""
+    """docs/generate/doc_pages.py writes it."""
     text = (Path(__file__).parents[2] / "docs" / "gateway_reference.md").read_text(encoding="utf-8")
     shown = yaml.safe_load(re.search("<!-- settings -->\n```yaml\n(.*?)```", text, re.S)[1])
     options = shown.pop("policy_options")

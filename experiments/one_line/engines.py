@@ -33,8 +33,6 @@ def serve(arguments: dict[str, Any]) -> None:
     """A process with one engine: reads a job a line, answers with a line. arguments: of vLLM's LLM."""
     from vllm import LLM, SamplingParams
 
-    from selfspec_cli.texts.questions import asked
-
     began = time.perf_counter()
     llm = LLM(**arguments)
     tokenizer = llm.get_tokenizer()
@@ -47,8 +45,8 @@ def serve(arguments: dict[str, Any]) -> None:
 
     def ask(job: dict[str, Any]) -> dict[str, Any]:
         set_length(llm, job.get("length"))
-        prompts = [{"prompt_token_ids": ids} for ids in asked(job["prompts"], job["count"], 0, chat, 512)]
-        prompts = (prompts * -(-job["batch"] // len(prompts)))[: max(job["batch"], job["count"])]
+        prompts = [{"prompt_token_ids": chat(question)} for question in job["questions"]]
+        prompts = (prompts * -(-job["batch"] // len(prompts)))[: max(job["batch"], len(prompts))]
         params = SamplingParams(temperature=job.get("temperature", 0), max_tokens=job["tokens"], ignore_eos=True)
         outputs, seconds = [], 0.0
         before = steps(llm)
@@ -125,6 +123,8 @@ def row(name: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
+    from selfspec_cli.texts.questions import chosen  # here, because an engine may run another checkout's selfspec
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
@@ -172,7 +172,7 @@ def main() -> None:
         for prompts in args.prompts.split(","):
             if time.perf_counter() - began > args.seconds:
                 break
-            job = {"prompts": prompts, "batch": batch, "count": args.count, "tokens": args.tokens}
+            job = {"questions": chosen(args.count, 0, prompts), "batch": batch, "tokens": args.tokens}
             # Once untimed: graphs that run for the first time, and the rule's first trials.
             for _, worker, length in arms:
                 worker.ask(job | {"length": length})

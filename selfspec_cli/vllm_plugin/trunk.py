@@ -56,7 +56,7 @@ def first_layers(
     as a function of its own, and a target that is not compiled yet gets the key of a plain engine (compile_cache.py).
     draft_weights: a kind that makes copies puts them in place of the linear weights of those layers; raises
     SettingsError where there can be none. fitted: copies that were made from data, to take instead. compiled: False
-    for a trunk that runs seldom, which a start then does not wait for."""
+    for a trunk that hardly runs, which a start then does not wait for."""
     place = place_of(model)
     compile_cache.share_with_plain(place.modules, vllm_config)
     own, chosen = place.layers, drafting_layers(layers, skipped)

@@ -51,7 +51,7 @@ def fused_step(
     page, requests = vllm_config.cache_config.block_size, vllm_config.scheduler_config.max_num_seqs
     if alone and not every_step_has_a_kernel(shape_of(layers, page), device, requests):
         return None
-    made = FusedStep(decoder, layers, copied, page, device, requests, alone)
+    made = FusedStep(decoder, layers, copied, page, device, requests)
     if alone and not all(made.compiled(tokens, page) for tokens in {min(requests, MOST), min(requests, made.most)}):
         return None  # the log says why
     logger.info_once(
@@ -91,19 +91,12 @@ def build_for(tokens: int, shape: Shape, device: torch.device) -> Any:
 
 class FusedStep:
     """The weights of layers as the kernels read them, and the kernel for each number of tokens that was asked for.
-    copied: kept, to follow weights that are replaced. requests: of the engine, at most. alone: see `fused_step`."""
+    copied: kept, to follow weights that are replaced. requests: of the engine, at most."""
 
     def __init__(
-        self,
-        decoder: Any,
-        layers: Sequence[Any],
-        copied: Copied,
-        page: int,
-        device: torch.device,
-        requests: int,
-        alone: bool = False,
+        self, decoder: Any, layers: Sequence[Any], copied: Copied, page: int, device: torch.device, requests: int
     ) -> None:
-        self._layers, self._copied, self.alone = layers, copied, alone
+        self._layers, self._copied = layers, copied
         attentions = [layer.self_attn for layer in layers]
         self.shape, self._device = shape_of(layers, page), device
         blocks = torch.cuda.get_device_properties(device).multi_processor_count

@@ -101,19 +101,20 @@ class DraftLoop(TargetDependentARSpeculator):
         target_model, settings = without_adapters(target_model), self.settings
         self._target = target_model
         fitted = fitted_for(settings, target_model, self.vllm_config)
-        self.model, self.fused_step = self._layers(target_model, fitted)
+        self.model, self.fused_step, self._trunk_pays = self._layers(target_model, fitted)
         self.head = load_exit_head(settings, target_model, self.vllm_config, fitted)
         self._weights = Watch(target_model)
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
-    def _layers(self, target: nn.Module, fitted: FittedWeights | None) -> tuple[nn.Module, FusedStep | None]:
-        """The layers that draft, and one kernel for all of them where there is one. If it has every number of tokens it
-        alone holds copies. What it does not run then (more requests, and vLLM's profiling run) is not compiled and
-        multiplies by the target's weights: a draft step costs more than it gains then, so the rule makes none."""
+    def _layers(self, target: nn.Module, fitted: FittedWeights | None) -> tuple[nn.Module, FusedStep | None, bool]:
+        """The layers that draft, one kernel for all of them where there is one, and whether drafts without it can pay.
+        A kernel that has every number of tokens alone holds copies; what it does not run then (more requests, and
+        vLLM's profiling run) multiplies by the target's weights: by all of them, which takes as long as a plain step."""
         settings, config, skipped = self.settings, self.vllm_config, self.settings.skipped
-        decoder, count = place_of(target).decoder, len(drafting_layers(settings.layer, skipped))
+        place, count = place_of(target), len(drafting_layers(settings.layer, skipped))
+        decoder, pays = place.decoder, count < len(place.layers)
         if DRAFT_WEIGHTS[settings.draft_weights].copies:
             made_layer = layer_maker(target, settings.layer, config, skipped=skipped)
             own: Sequence[nn.Module] = [made_layer(number) for number in range(count)]
@@ -121,10 +122,10 @@ class DraftLoop(TargetDependentARSpeculator):
                 copied = layer_maker(target, settings.layer, config, settings.draft_weights, skipped, fitted)
                 step = fused_step(decoder, own, copied, config, self.device, alone=True)
                 if step is not None:
-                    return first_layers(target, settings.layer, config, skipped=skipped, compiled=False), step
+                    return first_layers(target, settings.layer, config, skipped=skipped, compiled=pays), step, pays
         trunk = first_layers(target, settings.layer, config, settings.draft_weights, skipped, fitted)
         layers: Sequence[nn.Module] = trunk.drafting_layers  # type: ignore[assignment]
-        return trunk, fused_step(decoder, layers, layers.__getitem__, config, self.device, alone=False)
+        return trunk, fused_step(decoder, layers, layers.__getitem__, config, self.device, alone=False), True
 
     def renew(self) -> None:
         """After the target's weights changed, rebuild what was made from them, in the memory that CUDA graphs read."""
@@ -165,7 +166,7 @@ class DraftLoop(TargetDependentARSpeculator):
         """Draft steps replay as full graphs or run eagerly; there is no prefill to capture."""
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode, config = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE, self.vllm_config
-        if self.fused_step is not None and self.fused_step.alone:
+        if self.fused_step is not None and not self._trunk_pays:
             config = copy.copy(config)
             config.compilation_config = draft_sizes(config, self.fused_step.most)
         self.decode_cudagraph_manager = SpeculatorCudaGraphManager(config, self.device, mode, decode_query_len=1)

@@ -234,8 +234,8 @@ def _sizes_for(width: int, settings: ResolvedSettings, sizes: Any, limit: int) -
 
 
 def draft_sizes(config: Any, most: int) -> Any:
-    """vLLM's compilation config with the sizes of draft steps where one kernel makes those of up to `most` requests.
-    Drafts of more gain nothing, and their graphs take the longest to capture, so few batch sizes have one."""
+    """vLLM's compilation config with the sizes of draft steps where only those of up to `most` requests can pay. Graphs
+    of larger ones take the longest to capture, so few batch sizes have one."""
     sizes, limit = config.compilation_config, config.scheduler_config.max_num_seqs
     usual = [size for size in sizes.cudagraph_capture_sizes or () if size <= limit]
     return _with_sizes(sizes, [size for size in usual if size <= most or size in (*REQUESTS, usual[-1])])

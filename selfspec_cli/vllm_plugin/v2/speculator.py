@@ -272,7 +272,7 @@ class EarlyExitSpeculator(DraftLoop):
         logits, requests = self.head.copied, self.max_num_reqs
         # Ends before the first graph is captured, which no other thread may disturb.
         with lowbit.compiled_beside(layers, logits, requests, self.device, ranks):
-            if self.fused_step is None or not self.fused_step.alone:
+            if self._trunk_pays:
                 with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
                     self._forward(num_tokens)
             take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request waits for its compilation

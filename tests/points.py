@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.record.point import Measurement, Point, Repeat, compare
+from selfspec_cli.record.quality import Profile
 from selfspec_cli.record.statistics import RequestTimes
 
 RUN = "20261121-000000-aaaa"
@@ -81,6 +82,27 @@ def against(base, key="1", *tok_s, reused=False, arm=ARM, run_id=None, **more):
 def failed(key="2", reason="out of memory", **more):
     made = point(key, **more)
     return replace(made, status="failed", reason=reason, repeats=(), outputs=(), engine={}, seconds=None)
+
+
+def profile(key="0", run_id="20261122-000000-aaaa", **more):
+    """A profile of an arm; more: other fields of `Profile`."""
+    fields = {
+        "key": (key * 12)[:12],
+        "run_id": run_id,
+        "time": "2026-11-22T00:00:00+0000",
+        "device": "a machine",
+        "arm": BASELINE,
+        "seconds": {"verify": 0.6, "sampler": 0.1, "other": 0.1, "idle": 0.2},
+        "wall": 1.0,
+        "rounds": 10,
+        "tokens": 10,
+        "tok_s": 12.0,
+        "tok_s_profiled": 10.0,
+        "gpu": False,
+        "kernels": [{"name": "aten::mm", "seconds": 0.5, "calls": 20}],
+        "trace": "x.trace.json.gz",
+    }
+    return Profile(**fields | more)
 
 
 def drafts(rounds=10, places=50, accepted=30, at=(10, 8, 6, 4, 2)):

@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 import points
-from points import RUN
 
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.record.point import Measurement, Repeat, compare
-from selfspec_cli.record.quality import Profile
 from selfspec_cli.record.statistics import RequestTimes
 
 
@@ -71,19 +69,4 @@ def _category(speed):
 def profile(point, seconds):
     """A profile of the arm of a point. seconds: of each part."""
     wall = sum(seconds.values())
-    return Profile(
-        key=point.key,
-        run_id=RUN,
-        time=point.time,
-        device=point.device,
-        arm=point.arm,
-        seconds=seconds,
-        wall=wall,
-        rounds=100,
-        tokens=128,
-        tok_s=128 / wall,
-        tok_s_profiled=100 / wall,
-        kernels=[],
-        gpu=True,
-        trace=f"{point.key}.trace.json.gz",
-    )
+    return points.profile(point.key, points.RUN, arm=point.arm, seconds=seconds, wall=wall, tok_s=128 / wall, gpu=True)

@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -124,15 +124,13 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
 and checkpoints that transformers 5 saves under other names than vLLM reads; then they are vLLM's random ones."""
 
 
-def names() -> dict[str, str]:
-    """Architecture -> vLLM's class for it: what vLLM lists as decoders that generate text."""
+def names() -> list[str]:
+    """What vLLM lists as decoders that generate text."""
     from vllm.model_executor.models import registry
 
-    backend = registry._TRANSFORMERS_SUPPORTED_MODELS.items()
-    text = {
-        name: kind for name, kind in backend if kind[1] in ("TransformersForCausalLM", "TransformersMoEForCausalLM")
-    }
-    return {name: kind for name, (_, kind) in sorted({**registry._TEXT_GENERATION_MODELS, **text}.items())}
+    text = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+    backend = {name for name, (_, kind) in registry._TRANSFORMERS_SUPPORTED_MODELS.items() if kind in text}
+    return sorted(backend | registry._TEXT_GENERATION_MODELS.keys())
 
 
 def save(name: str, folder: Path) -> None:
@@ -228,11 +226,7 @@ def ask(folder: Path, **changes: Any) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         return found | {"verdict": "fails", "reason": _in_a_line(error)}
-    found |= {
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "distinct": len({one for row in want for one in row}),
-    }
+    found |= {"drafted": counts.drafted, "accepted": counts.accepted}
     if got != want:
         wrong = sum(one != other for one, other in zip(got, want, strict=True))
         return found | {"verdict": "wrong", "reason": f"{wrong} of {PROMPTS} outputs are not the plain engine's"}
@@ -301,16 +295,6 @@ def asked(file: Path) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in lines if one["verdict"] != "not asked"}
 
 
-def _wanted(out: Path, chosen: list[str]) -> Iterator[str]:
-    """What the file does not have yet, nor has got meanwhile from another run of this script."""
-    known = names()
-    for name in chosen or known:
-        if name not in known:
-            raise SystemExit(f"{name}: vLLM's registry has no such decoder")
-        if name not in asked(out):
-            yield name
-
-
 def main() -> None:
     """Ask what FILE does not have yet."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -345,17 +329,18 @@ def main() -> None:
     changes = {key: yaml.safe_load(text) for key, text in (one.split("=", 1) for one in given.set)}
     if given.heads_of_128:
         SHAPE.update(HEADS_OF_128)
-    for name in _wanted(given.out, given.names):
+    for name in given.names or names():
+        if name not in names():
+            raise SystemExit(f"{name}: vLLM's registry has no such decoder")
+        if name in asked(given.out):  # also by another run of this script meanwhile
+            continue
         found = _in_a_fork(name, given.seconds, changes)
         with open(given.out, "a", encoding="utf-8") as out:
             out.write(json.dumps(found) + "\n")
-        print(
-            f"{found['verdict']:9} {name} {found.get('layers', '')} {found.get('accepted', '')}/"
-            f"{found.get('drafted', '')} {found.get('reason', '')}",
-            flush=True,
-        )
+        counted = f"{found.get('accepted', '')}/{found.get('drafted', '')}"
+        print(f"{found['verdict']:9} {name} {found.get('layers', '')} {counted} {found.get('reason', '')}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # fixed_times
     main()

@@ -122,23 +122,21 @@ def save_awq(model: Path, folder: Path) -> Path:
     return _save_with(model, folder, pack, scheme)
 
 
-def save_eight_bits(model: Path, folder: Path, dtype: torch.dtype = torch.int8) -> Path:
-    """`model` with its layers' weights in int8 or fp8, one scale for a row, and tokens rounded likewise as they come
+def save_eight_bits(model: Path, folder: Path) -> Path:
+    """`model` with its layers' weights in int8, one scale for a row, and tokens rounded likewise as they come
     (compressed-tensors, W8A8)."""
-    most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
 
     def pack(weight: Tensor) -> dict[str, Tensor]:
-        scale = weight.float().abs().amax(dim=1, keepdim=True) / most
-        whole = weight.float() / scale
-        return {"weight": (whole.round() if dtype == torch.int8 else whole).to(dtype), "weight_scale": scale}
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
+        return {"weight": (weight.float() / scale).round().to(torch.int8), "weight_scale": scale}
 
-    kind = {"num_bits": 8, "type": "int" if dtype == torch.int8 else "float", "symmetric": True}
+    kind = {"num_bits": 8, "type": "int", "symmetric": True}
     group = {
         "targets": ["Linear"],
         "weights": {**kind, "strategy": "channel", "dynamic": False},
         "input_activations": {**kind, "strategy": "token", "dynamic": True},
     }
-    scheme = _COMPRESSED | {"format": f"{kind['type']}-quantized", "config_groups": {"group_0": group}}
+    scheme = _COMPRESSED | {"format": "int-quantized", "config_groups": {"group_0": group}}
     return _save_with(model, folder, pack, scheme)
 
 

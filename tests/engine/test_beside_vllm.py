@@ -12,16 +12,11 @@ SCRIPT = """
 import sys
 
 if __name__ == "__main__":
-    from vllm import LLM, SamplingParams
+    from harness import greedy, layer_skip, live, tokens
 
-    greedy = SamplingParams(temperature=0, max_tokens=20, detokenize=False, ignore_eos=True)
-    llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=32,
-              max_num_seqs=2, max_model_len=64, kv_cache_memory_bytes=2**26, distributed_executor_backend="uni",
-              speculative_config={"method": "layer_skip", "layer_skip": 4, "num_speculative_tokens": 3},
-              worker_extension_cls="selfspec_cli.vllm_plugin.worker.EarlyExitWorker")
-    (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5]}], greedy, use_tqdm=False)
-    print("generated", len(output.outputs[0].token_ids))
-    print("drafted", llm.collective_rpc("early_exit_counters")[0]["drafted"] > 0)
+    with live(sys.argv[1], layer_skip(4, 3), distributed_executor_backend="uni") as engine:
+        print("generated", *map(len, tokens(engine.generate([[3, 4, 5]], greedy(20)))))
+        print("drafted", engine.call("early_exit_counters")["drafted"] > 0)
 """
 
 
@@ -34,7 +29,7 @@ def test_an_engine_drafts_on_a_release_that_moved_nothing(tmp_path):
     script = tmp_path / "engine.py"
     script.write_text(SCRIPT)
     env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(metadata.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([str(metadata.parent), os.environ["PYTHONPATH"], *sys.path]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "INFO",

@@ -32,28 +32,20 @@ if __name__ == "__main__":
     from functools import partial
 
     import torch
+    from harness import greedy, layer_skip, live, tokens
     from selfspec_cli.vllm_plugin.trunk import first_layers
     from selfspec_cli.vllm_plugin.v1 import proposer
-    from vllm import LLM, SamplingParams
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     chosen = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", "compile_sizes": [],
               "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}
-    greedy = SamplingParams(temperature=0, max_tokens=20, detokenize=False, ignore_eos=True)
     for k, compiled in ((0, True), (3, True), (5, True), (5, False)):
         proposer.first_layers = partial(first_layers, compiled=compiled)
-        spec = {"method": "layer_skip", "layer_skip": 2, "num_speculative_tokens": k} if k else None
-        llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, dtype="float32", block_size=32, max_num_seqs=2,
-                  max_model_len=64, max_num_batched_tokens=64, kv_cache_memory_bytes=2**26, disable_log_stats=False,
-                  speculative_config=spec, compilation_config=dict(chosen))
-        (found,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], greedy, use_tqdm=False)
-        accepted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
-        print("FOUND", json.dumps({"tokens": list(found.outputs[0].token_ids), "accepted": accepted,
-                                   "compiled": compilation_counter.num_aot_compiles,
-                                   "loaded": compilation_counter.num_aot_artifacts_loaded}), flush=True)
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
+        spec = layer_skip(2, k) if k else None
+        with live(sys.argv[1], spec, enforce_eager=False, compilation_config=dict(chosen)) as engine:
+            outputs = tokens(engine.generate([[3, 4, 5, 6]], greedy(20)))
+            print("FOUND", json.dumps({"tokens": outputs, "accepted": engine.counts().accepted,
+                                       "compiled": compilation_counter.num_aot_compiles,
+                                       "loaded": compilation_counter.num_aot_artifacts_loaded}), flush=True)
         torch._dynamo.reset()
 """
 
@@ -63,6 +55,7 @@ def test_what_a_plain_engine_compiled_is_loaded_and_a_draft_is_compiled_once_for
     script = tmp_path / "engines.py"
     script.write_text(ENGINES)
     env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], *sys.path]),
         "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_AOT_COMPILE": "1",

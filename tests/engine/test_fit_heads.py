@@ -2,8 +2,8 @@
 what is not, what is wrong is refused."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,18 +49,10 @@ def config(path: Path, folder: Path, **changes: Any) -> RunConfig:
     )
 
 
-@dataclass
-class Fitted:
-    """What one fit of every head returned: reports by (layer, head, vocabulary)."""
-
-    path: Path
-    folder: Path
-    reports: dict[tuple[int, str, str], dict[str, Any]]
-
-
 @pytest.fixture(scope="module")
-def fitted(expected: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Fitted:
-    """Every head at two exits in one pass, over all tokens and over a list of a quarter of them."""
+def fitted(expected: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Every head at two exits in one pass, over all tokens and over a list of a quarter of them: its reports by (layer,
+    head, vocabulary), the model's path, and the folder of the heads."""
     path, folder = expected("llama").path, tmp_path_factory.mktemp("heads")
     (folder / "quarter.txt").write_text(" ".join(map(str, range(1, VOCAB, 4))))
     done = fit.run(
@@ -69,7 +61,7 @@ def fitted(expected: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
     )
     reports = {(r["layer"], r["head"], "full" if r["vocab"] == "full" else "quarter"): r for r in done.reports}
     assert len(reports) == len(done.reports) == len(EXITS) * len(NAMES) * 2
-    return Fitted(path, folder, reports)
+    return SimpleNamespace(path=path, folder=folder, reports=reports)
 
 
 def test_every_head_is_saved_under_a_name_of_its_own(fitted, report):

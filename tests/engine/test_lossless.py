@@ -101,20 +101,3 @@ def test_greedy(expected, report, start):
 def test_greedy_of_others(expected, report, name):
     layer, k = FEW[0]
     check_engine(expected(name), name, (layer, max(LENGTHS) if FULL else k), report, OTHERS.index(name))
-
-
-def test_compiled(expected, report):
-    """torch.compile: the trunk must not run code compiled for the whole model, nor the other way round."""
-    want = expected("llama")
-    with live(want.path, layer_skip(LAYERS // 2, 3), enforce_eager=False) as engine:
-        made = [check_gate(engine, want, gate, SOME) for gate in ("none", "varH")]
-    report(f"llama compiled: {made}")
-
-
-@pytest.mark.parametrize(
-    "extra", [{"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, {"block_size": 128}], ids=str
-)
-def test_other_engine_settings(expected, extra):
-    want = expected("llama")
-    with live(want.path, layer_skip(LAYERS // 2, 4), **extra) as engine:
-        check_gate(engine, want, "none", SOME)

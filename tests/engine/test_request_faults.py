@@ -87,13 +87,13 @@ PROMPTS["thinking_token_budget"] = [*PROMPTS["thinking_token_budget"], THINKS]
 THINKING = [text + [THINKS] * bool(n % 3) for n, text in enumerate(ragged_prompts(len(BUDGETS), THINKS, seed=5))]
 
 
-def thinking(drafts: str = MODES[0], bias: float = 0.0) -> list[Any]:
+def thinking(drafts: str = MODES[0], bias: float = 0.0, length: int = 40) -> list[Any]:
     """Requests with thinking budgets. bias: of both markers, so that thinking begins and ends by itself too; not where
-    there is no budget, so that these draft on V1."""
+    there is no budget, so that these draft on V1. length: tokens of each."""
     said: dict[str, Any] = NO_DRAFTS if drafts == MODES[2] else {}
     biased = {"logit_bias": dict.fromkeys(MARKERS, bias)} if bias else {}
     return [
-        greedy(40, thinking_token_budget=budget, **said, **({} if budget is None else biased)) for budget in BUDGETS
+        greedy(length, thinking_token_budget=budget, **said, **({} if budget is None else biased)) for budget in BUDGETS
     ]
 
 
@@ -210,21 +210,3 @@ def test_what_is_refused_is_refused_alone(drafting: Live, wanted, name):
         drafting.generate([PROMPTS["n"]], greedy(TOKENS, **said))
     drafting.broken = False  # it was refused before it began
     assert same(answer(drafting.generate([PROMPTS["n"]], request("n"))[0]), wanted["n"])
-
-
-def test_a_seed_gives_the_same_sample_again(drafting: Live):
-    """Whatever was accepted for other requests in between, and whether they run beside it or not."""
-    prompts = ragged_prompts(4, VOCAB, seed=12)
-    seeded = [greedy(40, temperature=1.0, seed=seed, n=1 + seed % 2) for seed in range(4)]
-    first = drafting.generate(prompts, seeded)
-    before = drafting.counts()
-    drafting.generate(prompts, greedy(40, temperature=2.0))  # little of which is accepted
-    again = drafting.generate(prompts, seeded)
-    (drafting.counts() - before).require_both_verdicts()
-    one_by_one = [drafting.generate([prompt], params)[0] for prompt, params in zip(prompts, seeded, strict=True)]
-
-    def samples(outputs: list[Any]) -> list[list[int]]:
-        return [list(sample.token_ids) for output in outputs for sample in output.outputs]
-
-    assert samples(first) == samples(again) == samples(one_by_one)
-    assert tokens(first) != tokens(drafting.generate(prompts, greedy(40, temperature=1.0)))

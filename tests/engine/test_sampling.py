@@ -90,12 +90,14 @@ def plain(model_dir) -> dict[float, np.ndarray]:
         return {temperature: sample(engine, temperature=temperature) for temperature in (TEMPERATURE, 0.9)}
 
 
-def p_exact(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """P-value of the hypothesis that `counts` were drawn from `probabilities`."""
+def p_exact(counts: np.ndarray, probabilities: np.ndarray, least: int = 30) -> float:
+    """P-value of the hypothesis that `counts` were drawn from `probabilities`. least: cells that are not merged."""
     expected = probabilities.ravel() * counts.sum()
     cells = expected >= 5
-    merged = [np.append(values[cells], values[~cells].sum()) for values in (counts.ravel(), expected)]
-    assert cells.sum() > 30, "too few populated cells to tell anything"
+    assert cells.sum() > least, "too few populated cells to tell anything"
+    merged = [values[cells] for values in (counts.ravel(), expected)]
+    if expected[~cells].sum():
+        merged = [np.append(values[cells], values[~cells].sum()) for values in (counts.ravel(), expected)]
     return float(stats.chisquare(*merged).pvalue)
 
 

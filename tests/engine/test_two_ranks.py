@@ -36,10 +36,8 @@ def model(tmp_path_factory) -> Callable[[str], Path]:
     return cache(lambda name: save_tiny(name, root / name, **SHAPE))
 
 
-def check(
-    path: Path, *views: dict[str, Any], gate: str | None = None, bytes_of_head: int | None = None, **spec: Any
-) -> list[Counts]:
-    """Two ranks generate with drafts what they generate without: as started, with each other view, and under a gate.
+def check(path: Path, view: dict[str, Any], bytes_of_head: int | None = None, **spec: Any) -> list[Counts]:
+    """Two ranks generate with drafts what they generate without: as started, with another view, and under a gate.
 
     Without drafts is the same engine at a draft length of 0: starting two ranks is dear. bytes_of_head: what each rank
     keeps of a head, on the target's own weights."""
@@ -48,17 +46,15 @@ def check(
         if bytes_of_head is not None:
             weights = engine.llm.collective_rpc("early_exit_weights")
             assert [share["draft"] for share in weights] == [bytes_of_head] * 2
-        engine.llm.collective_rpc("early_exit_set_draft_length", args=(0,))
+        engine.call("early_exit_set_draft_length", 0)
         plain = tokens(engine.generate(PROMPTS, greedy(48)))
         assert engine.counts().drafted == 0
-        engine.llm.collective_rpc("early_exit_set_draft_length", args=(K,))
-        for view in ({}, *views):
-            if view:
-                engine.llm.collective_rpc("early_exit_set_view", args=({"layer_skip": EXIT, **view},))
-            found.append(engine.gives(PROMPTS, greedy(48), plain))
-            found[-1].require_both_verdicts()
-        if gate is not None:
-            engine.set_gate(gate, GATES[gate])
+        for method, *words in (
+            ("early_exit_set_draft_length", K),
+            ("early_exit_set_view", {"layer_skip": EXIT, **view}),
+            ("early_exit_set_gate", "margin", GATES["margin"]),
+        ):
+            engine.call(method, *words)
             found.append(engine.gives(PROMPTS, greedy(48), plain))
             found[-1].require_both_verdicts()
     return found
@@ -66,7 +62,7 @@ def check(
 
 def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model):
     """On the target's own weights, on copies of them, and as long as a gate lets them on both ranks."""
-    *open_ones, gated = check(model("mixtral"), {"draft_weights": "int8"}, gate="margin")
+    *open_ones, gated = check(model("mixtral"), {"draft_weights": "int8"})
     for counts in open_ones:
         assert counts.accepted > 0.2 * counts.drafted, counts
     assert gated.drafted < 0.9 * K * gated.rounds, gated  # a round is one of one request

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import LAYERS, save_tiny, save_tokenizer
+from models import LAYERS
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import baseline_of
@@ -30,30 +30,23 @@ def config(path: Any, results: Any, *more: str, layer: int | None = LAYERS // 2)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = save_tiny("llama", tmp_path_factory.mktemp("llama"))
-    save_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
+def documents(talking, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """What a run finds with nothing planted ("clean": every case; "again": another seed), and with each fault."""
-    cfg = config(folder, tmp_path_factory.mktemp("results"))
+    cfg = config(talking, tmp_path_factory.mktemp("results"))
     asked = {"clean": Wanted(SMALL), "again": Wanted(replace(SMALL, samples=0), only=run.TELLING, brief=True)}
     asked |= {kind: run.telling(Wanted(SMALL), kind) for kind in LIVE}
     settings = run.engine_config(cfg, Wanted(SMALL))
     with open_engine(settings, worker_extension_cls=run.FAULTY_WORKER) as engine:
         arms = {name: engines.perform(engine, settings, one, int(name == "again")) for name, one in asked.items()}
     # Copies that are nearly always right: a fault of acceptance has to show there too.
-    own = run.engine_config(config(folder, cfg.results_dir, "draft_weights=int8", layer=LAYERS), Wanted(SMALL))
+    own = run.engine_config(config(talking, cfg.results_dir, "draft_weights=int8", layer=LAYERS), Wanted(SMALL))
     asked["copies"] = Wanted(replace(SMALL, samples=0), only=("gate",))
     asked["copies gate"] = run.telling(Wanted(SMALL), "gate_changes_output")
     with open_engine(own, worker_extension_cls=run.FAULTY_WORKER) as engine:
         arms |= {name: engines.perform(engine, own, asked[name], 0) for name in ("copies", "copies gate")}
     # vLLM's own drafts, which are looked up in the text.
     words = ["method=vllm", "speculative=ngram"]
-    looked_up = run.engine_config(config(folder, cfg.results_dir, *words, layer=None), Wanted(SMALL))
+    looked_up = run.engine_config(config(talking, cfg.results_dir, *words, layer=None), Wanted(SMALL))
     # Greedy alone: for sampled requests vLLM 0.32's own rejection sampler reads unwritten memory on a CPU (patches.py),
     # which is not corrected where vLLM drafts by itself.
     greedy = Wanted(replace(SMALL, samples=0), brief=True)
@@ -128,9 +121,9 @@ def test_faults_show_where_nearly_every_draft_is_right(documents, report):
     assert documents["copies gate"]["suspect"] == "gate_changes_output"
 
 
-def test_a_head_of_another_model(folder, tmp_path):
+def test_a_head_of_another_model(talking, tmp_path):
     """Refused by the fingerprint where its file has one; named where it has none and drafts badly."""
-    cfg = config(folder, tmp_path)
+    cfg = config(talking, tmp_path)
     found = run.run(cfg, run.telling(Wanted(SMALL), engines.FOREIGN_HEAD), open_engine=open_engine)
     assert (found["verdict"], found["suspect"]) == ("fault", engines.FOREIGN_HEAD), found
     assert (found["arm"]["arm"], found["arm"]["E"], found["arm"]["k"]) == ("layer_skip", LAYERS // 2, 4)
@@ -138,7 +131,7 @@ def test_a_head_of_another_model(folder, tmp_path):
     weight = torch.randn(256, 64)
     metadata = HeadMetadata("lsq", LAYERS // 2, 64, 256, fingerprint="of another model", target="next_token")
     path = save_head(tmp_path / "other.safetensors", ExitHead("lsq", {"weight": weight}), metadata)
-    other = config(folder, tmp_path, "head=lsq", f"head.path={path}")
+    other = config(talking, tmp_path, "head=lsq", f"head.path={path}")
     with pytest.raises(HeadError, match="fitted on another model"):
         run.run(other, Wanted(SMALL, only=("gate",)), open_engine=open_engine)
 

@@ -146,10 +146,13 @@ def test_prompts_given_as_embeddings(expected):
     assert given == [output[:size] for output in known.outputs[:8]]
 
 
-@pytest.mark.parametrize("spec", [None, layer_skip(EXIT, K)], ids=["plain", "drafting"])
+DRAWN = layer_skip(EXIT, K, draft_sample_method="probabilistic")
+
+
+@pytest.mark.parametrize("spec", [None, layer_skip(EXIT, K), DRAWN], ids=["plain", "drafting", "drawn drafts"])
 def test_seeds_of_prompts_in_pieces(model_dir, spec):
     """Prompts are computed 64 tokens at a time. vLLM rewinds the generator of a seeded request that is inside its
-    prompt, which ends an engine on a CPU."""
+    prompt, which ends an engine on a CPU. Drafts that are drawn are drawn from the request's own generator."""
     prompts = ragged_prompts(6, VOCAB, seed=7)
     assert max(map(len, prompts)) > 128
     seeded = [greedy(16, temperature=0.8, seed=seed) for seed in range(6)]

@@ -96,20 +96,8 @@ PIECES = {"long_prefill_token_threshold": 32}
 more than 64 query rows a KV head, and in longer ones otherwise. It rounds a block's probabilities to fp8 against the
 largest score so far, so a token's output depends on its neighbours (`tile_size_fwd_sm90`, `use_one_mma_wg`)."""
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
-KEPT = (
-    "tensor_parallel_size",
-    "max_num_seqs",
-    "enable_lora",
-    "max_loras",
-    "max_lora_rank",
-    "quantization",
-    "model_impl",
-    "kv_cache_dtype",
-    "enable_expert_parallel",
-    "long_prefill_token_threshold",
-    "dtype",
-    "load_format",
-)
+KEPT = {*ADAPTERS, *FP8_KEYS, *PIECES, "tensor_parallel_size", "enable_expert_parallel", "max_num_seqs", "dtype"}
+KEPT |= {"quantization", "model_impl", "load_format"}
 """Arguments that the plain engine which a case is compared with has too."""
 PROMPTS = ragged_prompts(64, VOCAB)
 LENGTHS = [(192, 256, 320)[number % 3] for number in range(64)]  # tokens generated; 256 on average

@@ -167,7 +167,8 @@ class Session:
         if not child:
             os.close(reading)
             with contextlib.suppress(BaseException):
-                self._run(mutant, path, functions, compiled, names, at_import, writing)
+                self.pipe = writing
+                self._run(mutant, functions, compiled, names, at_import)
             os._exit(3)
         os.close(writing)
         with os.fdopen(reading) as pipe:
@@ -178,16 +179,10 @@ class Session:
         return (SURVIVED, "") if status == 0 else (KILLED, by or f"status {status}")
 
     def _run(
-        self,
-        mutant: Mutant,
-        path: Path,
-        functions: list[FunctionType],
-        compiled: CodeType,
-        names: list[str],
-        at_import: bool,
-        pipe: int,
+        self, mutant: Mutant, functions: list[FunctionType], compiled: CodeType, names: list[str], at_import: bool
     ) -> None:
         """In a fork: put the fault in, run the tests, and leave with 1 if one fails, else with 0."""
+        path = ROOT / mutant.module
         limit = int(20 + 10 * sum(self.seconds[name] for name in names))
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         signal.alarm(20 * limit)
@@ -199,14 +194,13 @@ class Session:
             _import_anew(path, mutant.source)
             files = list(dict.fromkeys(name.partition("::")[0] for name in names))
             code = pytest.main(["-x", "-q", "--assert=plain", "--tb=native", "-p", "no:cacheprovider", *files])
-            os.write(pipe, b"" if code == 0 else b"imported anew")
+            os.write(self.pipe, b"" if code == 0 else b"imported anew")
             os._exit(0 if code == 0 else 1)
         _exchange(path, functions, compiled)
         for cache in self.caches:
             cache.cache_clear()
         if "triton.runtime.interpreter" in sys.modules:
             sys.modules["triton.runtime.interpreter"].InterpretedFunction.rewritten_fn.clear()
-        self.pipe = pipe
         for number, name in enumerate(names):
             item = self.items[name]
             following = self.items[names[number + 1]] if number + 1 < len(names) else None
@@ -317,11 +311,6 @@ def explanation(row: Row, groups: Iterable[Row]) -> str | None:
     return None
 
 
-def percent(part: int, whole: int) -> str:
-    """A score; nothing of nothing."""
-    return f"{100 * part / whole:.1f} %" if whole else ""
-
-
 def table(found: list[Row], groups: list[Row]) -> list[str]:
     """One line a module, and one for all: killed, and what is left."""
     modules = defaultdict(list)
@@ -337,7 +326,7 @@ def table(found: list[Row], groups: list[Row]) -> list[str]:
         known = sum(explanation(row, groups) is not None for row in living)
         unreached = sum(row["verdict"] == UNREACHED for row in living)
         file = f"`{name.removeprefix('selfspec_cli/')}`"
-        dead = f"{len(killed)} ({percent(len(killed), len(here))})"
+        dead = f"{len(killed)} ({100 * len(killed) / len(here):.1f} %)" if here else "0"
         cells = (file, len(here), dead, known, len(living) - known, unreached)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines

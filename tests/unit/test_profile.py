@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import call, document, model_folder
-from points import BASELINE, baseline
+from points import baseline, profile
 
 from selfspec_cli.commands import profile as shown
 from selfspec_cli.config.keys import run_key
@@ -107,39 +107,19 @@ def test_a_trace_without_ranges_is_refused():
         stage.breakdown([launch(1, 0), kernel(1, 1, 1)])
 
 
-def made(key="0", run_id="20261122-000000-aaaa", **more):
-    fields = {
-        "key": key * 12,
-        "run_id": run_id,
-        "time": "2026-11-22T00:00:00+0000",
-        "device": "a machine",
-        "arm": BASELINE,
-        "seconds": {"verify": 0.6, "sampler": 0.1, "other": 0.1, "idle": 0.2},
-        "wall": 1.0,
-        "rounds": 10,
-        "tokens": 10,
-        "tok_s": 12.0,
-        "tok_s_profiled": 10.0,
-        "gpu": False,
-        "kernels": [{"name": "aten::mm", "seconds": 0.5, "calls": 20}],
-        "trace": "x.trace.json.gz",
-    }
-    return quality.Profile(**fields | more)
-
-
 def test_the_newest_profile_of_a_key_is_shown_and_other_files_are_left_alone(tmp_path):
-    folder.save_profile(tmp_path, made(run_id="20261121-000000-aaaa", seconds={"verify": 1.0}), b"old")
-    folder.save_profile(tmp_path, made(), b"new")
+    folder.save_profile(tmp_path, profile(run_id="20261121-000000-aaaa", seconds={"verify": 1.0}), b"old")
+    folder.save_profile(tmp_path, profile(), b"new")
     (tmp_path / "profiles" / "torn.json").write_text('{"format": 1, "key"')
     (tmp_path / "profiles" / "other.json").write_text('{"format": 99}')
     (found,) = quality.newest_profiles(tmp_path).values()
-    assert found == made()
+    assert found == profile()
     assert (tmp_path / "profiles" / "x.trace.json.gz").read_bytes() == b"new"
 
 
 @pytest.mark.slow
 def test_a_profile_is_a_bar_and_a_picture_also_without_points(tmp_path):
-    folder.save_profile(tmp_path, made(), b"")
+    folder.save_profile(tmp_path, profile(), b"")
     (picture,) = make.pictures(tmp_path, tmp_path / "pictures")
     assert picture.name == "profile.png" and picture.read_bytes().startswith(b"\x89PNG")
     folder.save(tmp_path, baseline())
@@ -150,7 +130,7 @@ def test_a_profile_is_a_bar_and_a_picture_also_without_points(tmp_path):
 
 
 def test_shares_and_kernels_are_shown(capsys):
-    shown.show(made(), {"profile": "p.json"})
+    shown.show(profile(), {"profile": "p.json"})
     printed = capsys.readouterr()
     assert "verify" in printed.out and "60.0%" in printed.out and "50.0%" in printed.out and "2.0" in printed.out
 

@@ -152,6 +152,8 @@ def test_copies_of_all_layers_with_prompt_lookup_and_preemption(model_dir, plain
 class Held:
     """In the place of the kernel for all layers: it holds copies, and leaves every step to the trunk."""
 
+    most = 64  # requests
+
     def __init__(self, decoder: Any, layers: list[Any], copied: Any, config: Any, device: Any, alone: bool) -> None:
         self.copied, self.alone, self.asked, self.renewed = copied, alone, 0, list[bool]()
         self.copies = [copy.weight.clone() for number in range(len(layers)) for copy in self._of(number)]

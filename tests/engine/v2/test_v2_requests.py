@@ -25,7 +25,7 @@ from vllm.exceptions import VLLMClientError
 
 __all__ = ["test_a_grammar_begins_where_thinking_ends"]  # with the fixtures of this file
 
-TOKENS, THOUGHT = 8, 26
+TOKENS, THOUGHT = 8, 26  # few after the longest budget
 TEXTS = [*PROMPTS.values(), *[PROMPTS["n"]] * len(V2_FIELDS)]
 NAMES = [*FIELDS, *V2_FIELDS]
 
@@ -42,14 +42,6 @@ def asked(drafts: str = MODES[0]) -> list[Any]:
     return made
 
 
-def thought(drafts: str = MODES[0], bias: float = 0.0) -> list[Any]:
-    """`thinking`, with few tokens after the longest budget."""
-    made = thinking(drafts, bias)
-    for params in made:
-        params.max_tokens = THOUGHT
-    return made
-
-
 def prompt_scores(outputs: list[Any]) -> list[Any]:
     """What `prompt_logprob_token_ids` are answered with, rounded."""
     found = [output.prompt_token_id_logprobs for output in outputs]
@@ -63,7 +55,7 @@ def wanted(talking) -> dict[str, Any]:
         found: dict[str, Any] = dict(zip(NAMES, map(answer, outputs), strict=True))
         found["scores"] = prompt_scores(outputs)
         for bias in BIASES:
-            found[f"thinking {bias}"] = tokens(engine.generate(THINKING, thought(bias=bias)))
+            found[f"thinking {bias}"] = tokens(engine.generate(THINKING, thinking(bias=bias, length=THOUGHT)))
         found["answering"] = tokens(engine.generate(THINKING, answering()))
         return found
 
@@ -87,7 +79,7 @@ def test_each_field_beside_all_others(drafting: Live, wanted, drafts):
 @pytest.mark.parametrize(("drafts", "bias"), [(MODES[0], BIASES[0]), *((mode, BIASES[1]) for mode in MODES)])
 def test_thinking_ends_when_its_own_budget_does(drafting: Live, wanted, drafts, bias):
     with in_mode(drafting, drafts):
-        assert tokens(drafting.generate(THINKING, thought(drafts, bias))) == wanted[f"thinking {bias}"]
+        assert tokens(drafting.generate(THINKING, thinking(drafts, bias, THOUGHT))) == wanted[f"thinking {bias}"]
 
 
 def test_what_is_refused_is_refused_alone(drafting: Live, wanted):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from harness import Live, greedy, layer_skip, live, tokens
 from models import LAYERS
-from scipy import stats
-from test_sampling import ACCEPT, MODEL, PROMPT, TEMPERATURE, VOCAB, exact, logits, of_three
+from test_sampling import ACCEPT, MODEL, PROMPT, TEMPERATURE, VOCAB, exact, logits, of_three, p_exact
 
 from selfspec_cli.vllm_plugin.planted import v2
 
@@ -34,16 +33,9 @@ def sample(engine: Live, **said: Any) -> np.ndarray:
 
 def p_value(texts: np.ndarray, exact: np.ndarray) -> float:
     """Smallest p-value over the places: that texts [SEEDS, TOKENS] were drawn from the probabilities [V, V, V]."""
-    found = []
-    for place, others in enumerate(((1, 2), (0, 2), (0, 1))):
-        counts, expected = np.bincount(texts[:, place], minlength=VOCAB), exact.sum(others) * SEEDS
-        cells = expected >= 5
-        assert cells.sum() > 1, "too few populated cells to tell anything"
-        merged = [values[cells] for values in (counts, expected)]
-        if expected[~cells].sum():
-            merged = [np.append(values[cells], values[~cells].sum()) for values in (counts, expected)]
-        found.append(float(stats.chisquare(*merged).pvalue))
-    return min(found)
+    counts = [np.bincount(column, minlength=VOCAB) for column in texts.T]
+    of_places = [exact.sum(others) for others in ((1, 2), (0, 2), (0, 1))]
+    return min(p_exact(*both, least=1) for both in zip(counts, of_places, strict=True))
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])

@@ -110,8 +110,8 @@ class DraftLoop(TargetDependentARSpeculator):
 
     def _layers(self, target: nn.Module, fitted: FittedWeights | None) -> tuple[nn.Module, FusedStep | None, bool]:
         """The layers that draft, one kernel for all of them where there is one, and whether drafts without it can pay.
-        A kernel that has every number of tokens alone holds copies; what it does not run then (more requests, and
-        vLLM's profiling run) multiplies by the target's weights: by all of them, which takes as long as a plain step."""
+        A kernel that has every number of tokens alone holds copies. What it does not run then (more requests, and
+        vLLM's profiling run) multiplies by the target's weights, which is as slow as a plain step for all layers."""
         settings, config, skipped = self.settings, self.vllm_config, self.settings.skipped
         place, count = place_of(target), len(drafting_layers(settings.layer, skipped))
         decoder, pays = place.decoder, count < len(place.layers)

@@ -1,27 +1,20 @@
 """Records for any text and any numbers: points come back from their files, and tables from the points."""
 
 import csv
-import shutil
 from dataclasses import fields
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from points import ARM, BASELINE
 from properties import settings as _profile  # noqa: F401 (loads the profile)
 
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
-from selfspec_cli.record import columns, folder, tables
-from selfspec_cli.record.columns import AcceptRow, Summary
+from selfspec_cli.record import columns, tables
+from selfspec_cli.record.columns import Summary
 from selfspec_cli.record.point import Comparison, Point, Repeat, from_json, to_json
 from selfspec_cli.record.statistics import RequestTimes
 
-# Four points of any content take long to make smaller, and the difference of two tables says enough.
-many_files = settings(
-    max_examples=12,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(1e-3, 1e6)
 # Python reads a file name that is not UTF-8 with a lone surrogate for each byte that it cannot decode.
@@ -49,10 +42,9 @@ def repeats(draw):
 
 
 @st.composite
-def points(draw, key=None, run=None, number=0):
+def points(draw):
     """Any point; those of a drafting arm have counts, and may be compared with a baseline."""
-    key = key or draw(st.text("0123456789abcdef", min_size=12, max_size=12))
-    run = run or "20261121-000000-aaaa"
+    key, run = draw(st.text("0123456789abcdef", min_size=12, max_size=12)), "20261121-000000-aaaa"
     arm = draw(st.sampled_from([ARM, BASELINE]))
     measured = tuple(draw(st.lists(repeats(), max_size=3)))
     compared = st.builds(
@@ -71,7 +63,7 @@ def points(draw, key=None, run=None, number=0):
         f"{key}-{run}",
         key,
         run,
-        number,
+        0,
         draw(words),
         "ok" if ok else "failed",
         None if ok else draw(words),
@@ -126,51 +118,3 @@ def test_a_row_has_a_cell_for_each_column_and_nothing_that_was_not_measured(made
     if kept is not None:
         assert kept.accepted == sum(part.accepted for part in verified) == sum(map(int, kept.accepted_at.split()))
         assert kept.rounds == sum(part.rounds for part in verified)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_waits_for_the_disk():
-    """What is written is looked at here, not when it is on the disk (test_folder.py does that)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.fsync", lambda handle: None)
-        yield
-
-
-def arranged(draw):
-    """Points of two commands, in any order."""
-    made = [draw(points(f"{run}{number:011x}", f"r-{run}", number)) for run in (1, 2) for number in range(2)]
-    return draw(st.permutations(made))
-
-
-@pytest.mark.slow
-@given(st.data())
-@many_files
-def test_whatever_the_order_the_tables_are_those_of_the_points(tmp_path_factory, data):
-    """Exported from one folder, and put together from two: the same points and the same tables."""
-    made = arranged(data.draw)
-    one, other = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
-    for number, each in enumerate(made):
-        folder.save(one if number % 2 else other, each)
-    for file in (other / folder.RUNS).glob("*.json"):
-        shutil.copy(file, one / folder.RUNS)
-    wanted = folder.in_order(list(made))
-    assert folder.read(one) == (wanted, [])
-    assert folder.export(one) == (len(made), [])
-    assert _tables(one) == _expected(wanted)
-    few, _ = folder.read(one, names=[wanted[0].key, wanted[-1].id])
-    assert few == [wanted[0], wanted[-1]]
-
-
-def _tables(results):
-    found = {}
-    for name in folder.TABLES:
-        path = results / name
-        found[name] = path.read_bytes().decode() if path.exists() else ""
-    return found
-
-
-def _expected(made):
-    accepts = [row for each in made if (row := tables.accept_row(each)) is not None]
-    rows = [tables.row(each) for each in made]
-    found = {name: columns.text(kind, accepts if kind is AcceptRow else rows) for name, kind in folder.TABLES.items()}
-    return {name: "" if text.count("\n") < 2 else text for name, text in found.items()}

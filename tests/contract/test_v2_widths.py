@@ -1,4 +1,4 @@
-"""How wide the V2 scheduler plans its verify passes, and the decode graphs there are for it; starts no engine."""
+"""How wide verify passes are planned for the V2 scheduler, and the decode graphs there are; starts no engine."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,6 @@ from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.hooks import capture_every_width
 from selfspec_cli.vllm_plugin.v2 import graphs
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
-from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of
 from selfspec_cli.vllm_plugin.v2.widths import (
     MOST,
     WidthPlanner,
@@ -230,61 +229,6 @@ def test_totals_by_position_are_joined_with_those_before():
         plan.counted(totals | {f"stood_at.{place}": number for place, number in enumerate(stood)})
     plan.counted({"rounds": 7})
     assert heard == [([4, 3, 0, 0], [3, 1, 0, 0]), ([5, 2, 1, 0], [2, 1, 1, 0])]
-
-
-# ---- what the scheduler does with it ---------------------------------------------------------------------------------
-
-
-class Scheduler:
-    """In place of vLLM's: plans one token of each request, and advances none."""
-
-    use_v2_model_runner = True
-
-    def __init__(self, **spec):
-        config = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()})
-        model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=24))
-        self.vllm_config = SimpleNamespace(speculative_config=config, additional_config=None, model_config=model)
-        self.scheduler_config = SimpleNamespace(max_num_seqs=8)
-        self.requests, self.dynamic_sd_lookup = running(a=10), None
-
-    def schedule(self, **more):
-        return step(self.requests, **more)
-
-    def make_spec_decoding_stats(self, stats, num_draft_tokens, num_accepted_tokens, num_invalid, request_id):
-        return request_id
-
-
-def advance(scheduler, **more):
-    return plan_drafts(Scheduler.schedule)(scheduler, **more).num_spec_tokens_to_schedule
-
-
-def test_the_scheduler_hands_out_what_was_planned_and_pads_new_requests_only_to_the_full_width():
-    scheduler = Scheduler(length_table="2:0")
-    assert advance(scheduler) == K
-    assert scheduler.dynamic_sd_lookup is None
-    scheduler.requests |= running(b=10)
-    assert advance(scheduler) == 0
-    assert scheduler.dynamic_sd_lookup == [0] * 9
-    scheduler.requests.pop("b")
-    assert advance(scheduler, finished=["b"]) == K
-    assert scheduler.dynamic_sd_lookup is None
-
-
-def test_other_schedulers_are_left_alone():
-    scheduler = Scheduler()
-    scheduler.use_v2_model_runner = False
-    assert advance(scheduler) == K
-    plain = Scheduler()
-    plain.vllm_config = SimpleNamespace(speculative_config=None, additional_config=None)
-    assert advance(plain) == K
-
-
-def test_verdicts_reach_the_planner_of_their_scheduler():
-    one, other = Scheduler(gate="auto"), Scheduler(gate="auto")
-    hear = hear_verdicts(Scheduler.make_spec_decoding_stats)
-    assert hear(one, None, num_draft_tokens=4, num_accepted_tokens=3, num_invalid=None, request_id="a") == "a"
-    assert planner_of(one)._accepted == [1, 3]
-    assert planner_of(other)._accepted == [0, 0]
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------

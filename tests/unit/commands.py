@@ -38,6 +38,7 @@ def refused(*words):
     """What a command says in stderr that ends with exit code 2, in one line."""
     result = call(*words)
     assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output and len(result.stderr.splitlines()) < 15
     return " ".join(result.stderr.split())
 
 

@@ -68,6 +68,7 @@ def end_step(vocab: int = VOCAB, ids: torch.Tensor | None = None, rows: int = RO
 
 def test_a_round_begins_with_what_the_verifier_left():
     state = new_state()
+    state.lengths.fill_(3)  # of the drafts of the round before
     # a decode of which one draft was rejected; inside a prefill; at the model's end; a padded row
     begin(state, [10, 20, MAX_LEN - 1], sampled=[2, 0, 1], rejected=[1, 0, 0])
     assert state.buffers.input_ids.tolist() == [104, 0, 0, 0, 0]
@@ -75,6 +76,7 @@ def test_a_round_begins_with_what_the_verifier_left():
     assert state.buffers.seq_lens.tolist() == [10, 0, 0, 0, 0]
     assert state.buffers.query_start_loc.tolist() == [0, 1, 2, 3, 3, 3]
     assert state.inputs.requests.tolist() == state.inputs.idx_mapping.tolist() == [4, -1, -1, -1, -1]
+    assert state.lengths.tolist() == [3, 3, 0, 0, 0]  # requests 4, 3 and 2 are in the batch
     assert int(state.progress.active) == 1
     assert not state.draft_tokens.any()
 
@@ -153,13 +155,6 @@ def test_a_longer_block_table_is_chosen_from_by_more_warps(monkeypatch, columns,
     kernel.layer = SimpleNamespace(kv_cache=cache, num_kv_heads=1, impl=SimpleNamespace(scale=1.0))
     kernel.shorten(new_state(), torch.zeros(1, columns, dtype=torch.int32), 16)
     assert launched == [warps]
-
-
-def test_requests_that_draft_nothing_forget_their_last_draft():
-    state = new_state()
-    state.lengths.fill_(3)
-    begin(state, [10, 20], sampled=[1, 0])
-    assert state.lengths.tolist() == [3, 3, 3, 0, 0]  # requests 4 and 3 are in the batch
 
 
 @pytest.mark.parametrize("vocab", [5, 2048, 5000])

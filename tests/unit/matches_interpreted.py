@@ -21,28 +21,14 @@ ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.15, 5, 1400  # two blocks of hi
 class Device:
     """Requests 3, 2, 1 in rows 0, 1, 2, as the V2 runner keeps them."""
 
-    def __init__(
-        self,
-        table: LengthTable | None = None,
-        free: int = FREE,
-        k: int = K,
-        requests: int = 0,
-        alone: bool = False,
-    ):
+    def __init__(self, table=None, free=FREE, k=K, requests=0, alone=False):
         self.text = torch.full((ROWS, MAX_LEN), 99, dtype=torch.int32)
         of_free = {"free": Free(free, k, requests, alone), "text": self.text}
         self.state = new_state(ROWS, max(free, k), MAX_LEN, table=table or LengthTable.fixed(k), **of_free)
         self.state.step_cost = COST
         self.end = end_step(VOCAB, rows=ROWS)
 
-    def draft(
-        self,
-        texts: list[list[int]],
-        sampled: list[int],
-        own: list[list[int]],
-        dummy_run: bool = False,
-        steps: int | None = None,
-    ) -> list[list[int]]:
+    def draft(self, texts, sampled, own, dummy_run=False, steps=None):
         """A round behind `texts`, of which `sampled` tokens are new. own: what the model's own draft would say."""
         count, state = len(texts), self.state
         slots = torch.arange(ROWS - 1, ROWS - 1 - count, -1)
@@ -70,9 +56,7 @@ class Device:
         return [state.draft_tokens[row, :length].tolist() for row, length in enumerate(drafted)]
 
 
-def plain_round(
-    kept: list[Matches], texts: list[list[int]], own: list[list[int]], room: int = FREE, k: int = K
-) -> list[list[int]]:
+def plain_round(kept, texts, own, room=FREE, k=K):
     """A round of the plain rule, as the V1 runner has it."""
     drafts, copied = [[] for _ in texts], []
     for one, text in zip(kept, texts, strict=True):

@@ -140,12 +140,8 @@ class Graphs:
 
 @pytest.fixture
 def drafting(scheduled, monkeypatch):
-    return captured(scheduled, monkeypatch)
-
-
-def captured(config, monkeypatch):
     """A speculator whose graphs are captured, with a loop that ends on the device."""
-    speculator, _ = start(config)
+    speculator, _ = start(scheduled)
     speculator.decode_cudagraph_manager = Graphs(speculator)
     speculator.supports_decode_metadata_update, speculator._loop = True, object()
     speculator._warm, speculator.attn_groups = True, []
@@ -245,18 +241,25 @@ class Group:
         self.read.append((table.clone(), self.buffers.seq_lens.tolist()))
 
 
+def attached(speculator, monkeypatch):
+    """The attention group of the layers that draft and its block table, after vLLM has called `set_attn`."""
+    group, blocks = Group(speculator.input_buffers), 128 // BLOCK
+    table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
+    monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
+    speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
+    speculator.decode_cudagraph_manager = Graphs(speculator)
+    return group, table
+
+
 def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, monkeypatch):
     """From the profiling run on, as vLLM calls: then the KV cache, a dummy run with attention, and a round."""
     speculator, _ = start(config(draft_window=WINDOW, gate="auto"))
     speculator._warm, speculator._layer_names = True, set()
-    group, blocks = Group(speculator.input_buffers), 128 // BLOCK
-    table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
     with monkeypatch.context() as patch:
         patch.setattr(speculator, "_one_step", lambda *arguments: None)
         propose(speculator, REQUESTS, dummy_run=True, skip_attn_for_dummy_run=True, is_profile=True)
-    monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
-    speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
-    speculator.decode_cudagraph_manager, whole = Graphs(speculator), table.clone()
+    group, table = attached(speculator, monkeypatch)
+    whole = table.clone()
     propose(speculator, REQUESTS, dummy_run=True)
     propose(speculator, REQUESTS, [60, 30, 10])
     (dummy, nothing), (read, attended) = group.read
@@ -299,12 +302,7 @@ def over_cache(speculator, monkeypatch):
     monkeypatch.setitem(layers, "layer", attention)
     monkeypatch.setattr(speculator.vllm_config.device_config, "device", torch.device("cpu"))
     speculator._warm, speculator._layer_names = True, {"layer"}
-    group = Group(speculator.input_buffers)
-    table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
-    monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
-    speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
-    speculator.decode_cudagraph_manager = Graphs(speculator)
-    return attention, group, table
+    return attention, *attached(speculator, monkeypatch)
 
 
 def test_a_cache_whose_keys_cannot_be_read_is_attended_to_as_a_whole_where_nobody_named_blocks(config, monkeypatch):

@@ -111,6 +111,11 @@ def test_what_the_loop_drafted_and_what_was_verified_are_not_mixed_up(monkeypatc
     assert (done.verified.places, done.drafting["drafted"], done.drafted) == (50, 30, 30)
 
 
+def config(**more):
+    """What is measured in these tests: three repeats, without a warm-up."""
+    return RunConfig(**{"workload": WORK, "repeats": 3, "warmup": 0, "perplexity_tokens": 0} | more)
+
+
 @dataclass
 class FakeEngine:
     """Generates at once; remembers what was asked of it."""
@@ -143,8 +148,7 @@ def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
         def busy(self, others):
             seen.append(others)
 
-    cfg = RunConfig(workload=WORK, repeats=3, warmup=1, perplexity_tokens=0)
-    found = measure.bench(cfg, engine, Heard())
+    found = measure.bench(config(warmup=1), engine, Heard())
     assert engine.asked == [3, "early_exit_meter_start", 3, 3, 3, "early_exit_meter_stop", "early_exit_step_bytes"]
     assert [repeat.seconds for repeat in found.repeats] == [1.0, 1.5, 2.0]  # not the one that warmed up
     assert found.tok_s == pytest.approx((18.0, 12.0, 9.0))
@@ -166,15 +170,14 @@ def test_a_file_with_categories_is_measured_by_category(tmp_path):
     rows = [{"turns": ["one", "two"], "category": "b"}, {"turns": ["three"], "category": "a"}]
     file = tmp_path / "q.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    work = replace(WORK, prompts=str(file), num_prompts=2)
-    found = measure.bench(RunConfig(workload=work, repeats=3, warmup=0, perplexity_tokens=0), Speaking())
+    found = measure.bench(config(workload=replace(WORK, prompts=str(file), num_prompts=2)), Speaking())
     kinds = found.engine["categories"]
     assert {name: one["requests"] for name, one in kinds.items()} == {"a": 3, "b": 6, "all": 9}
     assert kinds["b"]["tok_s"] == pytest.approx([6 / 0.2, 6 / 0.4, 6 / 0.6])
     assert (kinds["a"]["steps"], kinds["a"]["accepted_at"]) == (3, [3, 3, 3, 3])  # five tokens in each second output
 
 
-def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
+def test_plain_decoding_of_several_requests_is_its_own_control():
     class Moody(FakeEngine):
         """Answers with the place of each prompt in what it is asked: a prompt that is asked elsewhere differs."""
 
@@ -185,8 +188,7 @@ def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
 
     def asked(number=3, **more):
         engine = Moody()
-        work = replace(WORK, **{"batch": 2, "num_prompts": number} | more)
-        cfg = RunConfig(method=Method.baseline, workload=work, repeats=3, warmup=0, perplexity_tokens=0)
+        cfg = config(method=Method.baseline, workload=replace(WORK, num_prompts=number, **more))
         return measure.bench(cfg, engine), [one for one in engine.asked if isinstance(one, list)]
 
     found, prompts = asked()
@@ -195,13 +197,11 @@ def test_plain_decoding_of_several_requests_is_its_own_control(monkeypatch):
     assert len(found.repeats) == 3
     assert "as_itself" not in asked(batch=1)[0].engine and "as_itself" not in asked(temperature=1.0)[0].engine
     dummy = replace(RunConfig().model, load_format="dummy")
-    cfg = RunConfig(method=Method.baseline, workload=replace(WORK, num_prompts=3), model=dummy, perplexity_tokens=0)
-    assert "as_itself" not in measure.bench(cfg, Moody()).engine
+    assert "as_itself" not in measure.bench(config(method=Method.baseline, model=dummy), Moody()).engine
     # Turns of one question stay together.
     later = [[1], lambda outputs: [2], [3]]
     engine = Moody()
-    cfg = RunConfig(workload=WORK)
-    assert measure.as_itself(engine, cfg, later, output_digests([[1], [2], [0]])) == 3
+    assert measure.as_itself(engine, config(), later, output_digests([[1], [2], [0]])) == 3
     assert engine.asked == [[[3], [1], [2]]]
 
 

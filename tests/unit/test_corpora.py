@@ -1,10 +1,10 @@
 """Texts to fit on, to score and to ask from: what is read, what is held out, and what is refused."""
 
 import json
-import re
 
 import pytest
 from commands import one
+from refusals import said
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.extras import install
@@ -42,8 +42,7 @@ def test_a_text_is_scored_in_blocks_and_the_library_in_modules(tmp_path):
     assert corpora.documents("stdlib", 1000) == library.held_out_text()
     path.write_text(" \n\n ")
     for source, words in (("random", "no text"), (str(path), "no text to score"), ("gone.txt", "no such file")):
-        with pytest.raises(ConfigError, match=words):
-            corpora.documents(source, 10)
+        assert words in said(ConfigError, corpora.documents, source, 10)
 
 
 def test_what_repeats_the_held_out_modules_is_left_out(tmp_path):
@@ -99,8 +98,7 @@ def test_files_of_another_shape_are_refused(tmp_path, name, content, words):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match=words):
-        corpora.load(str(path))
+    assert words in said(ConfigError, corpora.load, str(path))
 
 
 def test_a_column_of_a_file_can_be_named(tmp_path):
@@ -110,16 +108,14 @@ def test_a_column_of_a_file_can_be_named(tmp_path):
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")
     for name in ("rows.jsonl", "rows.parquet"):
         assert corpora.load(f"{tmp_path / name}:body").held_out[0][1].startswith(PARAGRAPHS[0])
-        with pytest.raises(ConfigError, match="no column 'title'; columns: text, body"):
-            corpora.load(f"{tmp_path / name}:title")
+        assert "no column 'title'; columns: text, body" in said(ConfigError, corpora.load, f"{tmp_path / name}:title")
 
 
 def test_a_table_without_its_package_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.parquet").write_text("{}")
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ConfigError, match=re.escape(install("data"))):
-        corpora.load("rows.parquet")
+    assert install("data") in said(ConfigError, corpora.load, "rows.parquet")
 
 
 # ---- the standard library
@@ -151,8 +147,8 @@ def test_a_missing_module_is_left_out_and_a_package_gives_its_init(tmp_path, mon
 
 def test_python_without_sources_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "_stdlib", lambda: tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"argparse.*{tmp_path.name}"):
-        library.held_out_text()
+    found = said(FileNotFoundError, library.held_out_text)
+    assert "argparse" in found and tmp_path.name in found
 
 
 def test_fitting_text_holds_nothing_held_out(tmp_path, monkeypatch):
@@ -204,5 +200,4 @@ def test_windows_use_every_place_and_then_say_what_is_missing():
     assert len(library.token_windows(as_bytes, text, length=4, count=3, seed=0)) == 3
     with pytest.raises(ValueError, match=r"not enough text for 4 windows of 4 tokens.*hold 3"):
         library.token_windows(as_bytes, text, length=4, count=4, seed=0)
-    with pytest.raises(ValueError, match="at least 1"):
-        library.token_windows(as_bytes, text, length=0, count=1, seed=0)
+    assert "at least 1" in said(ValueError, library.token_windows, as_bytes, text, length=0, count=1, seed=0)

@@ -3,6 +3,7 @@
 from dataclasses import FrozenInstanceError
 
 import pytest
+from refusals import said
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
@@ -59,17 +60,15 @@ def test_method_skip_has_layers_a_head_and_a_vocabulary_and_nothing_else():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"draft_context": "windw:64"}, "draft_context 'windw' is not known.*did you mean 'window'"),
+        ({"draft_context": "windw:64"}, "did you mean 'window'?"),
         ({"draft_context": "window"}, "draft_context = 'window': write window:TOKENS"),
         ({"draft_context": "full:4"}, "draft_context = 'full:4': write full"),
         ({"draft_context": "window:8"}, "draft_context = window:8: tokens 8 is out of range; allowed: 16 or more"),
     ],
 )
 def test_what_is_no_view_is_refused_alike_on_the_command_line_and_in_a_speculative_config(given, message):
-    with pytest.raises(SettingsError, match=message):
-        DraftView.of(DraftSettings(layer=6, **given)).check()
-    with pytest.raises(SettingsError, match=message):
-        ResolvedSettings.from_user({"layer_skip": 6, **given}, 12)
+    assert message in said(SettingsError, lambda: DraftView.of(DraftSettings(layer=6, **given)).check())
+    assert message in said(SettingsError, ResolvedSettings.from_user, {"layer_skip": 6, **given}, 12)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +80,7 @@ def test_what_is_no_view_is_refused_alike_on_the_command_line_and_in_a_speculati
     ],
 )
 def test_a_context_by_its_other_name_in_a_speculative_config(given, message):
-    with pytest.raises(SettingsError, match=message):
-        ResolvedSettings.from_user({"layer_skip": 6, **given}, 12)
+    assert message in said(SettingsError, ResolvedSettings.from_user, {"layer_skip": 6, **given}, 12)
 
 
 def test_a_further_kind_of_context_needs_no_setting_of_its_own(ends):
@@ -117,17 +115,8 @@ def test_a_row_has_a_column_for_each_part_of_a_view():
         draft_context="window:64",
     )
     row = vars(tables.planned(resolved(cfg), "a key"))
-    assert [row[name] for name in all_columns()] == [
-        6,
-        "translator_r15",
-        "1024",
-        "int4",
-        "b.safetensors",
-        "1",
-        64,
-        None,
-    ]
-    assert [one for one in all_columns() if one not in row] == []
+    expected = [6, "translator_r15", "1024", "int4", "b.safetensors", "1", 64, None]
+    assert [row[name] for name in all_columns()] == expected
 
 
 @pytest.mark.parametrize(
@@ -176,8 +165,8 @@ def test_sets_of_layers_are_read_and_written(value, layers, text):
     ],
 )
 def test_what_names_no_layers_is_refused(value, message):
-    with pytest.raises(SettingsError, match=f"^skip_layers.*{message}"):
-        skipped_layers(value)
+    found = said(SettingsError, skipped_layers, value)
+    assert found.startswith("skip_layers") and message in found
 
 
 def test_the_command_line_takes_a_set_without_quotes_and_a_list_of_sets_with_them(tmp_path):

@@ -6,6 +6,7 @@ import pathlib
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
+from refusals import said
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -36,7 +37,8 @@ META = HeadMetadata(
     versions={"torch": "2"},
 )
 HEADS = {
-    "lens": (lens_head(IDS), dataclasses.replace(META, kind="lens", target=None)),
+    "lens": (lens_head(), dataclasses.replace(META, kind="lens", target=None, corpus="a long name".ljust(5000))),
+    "lens small": (lens_head(IDS), dataclasses.replace(META, kind="lens", target=None)),
     "lsq": (lsq_head(W), META),
     "lsq bias": (lsq_head(W, torch.randn(VOCAB)), META),
     "lsq small": (with_draft_vocabulary(lsq_head(W, torch.randn(VOCAB)), IDS), META),
@@ -79,51 +81,34 @@ def test_round_trip(name, dtype, tmp_path):
     ],
 )
 def test_a_head_for_another_model_is_refused(saved, want, words):
-    with pytest.raises(HeadError, match=words):
-        load_head(saved, **want)
-
-
-def test_every_truncation_is_refused(saved):
-    whole = saved.read_bytes()
-    for length in {0, 1, 7, 8, 20, len(whole) // 2, len(whole) - 1}:
-        saved.write_bytes(whole[:length])
-        with pytest.raises(HeadError, match="truncated"):
-            load_head(saved)
+    assert words in said(HeadError, load_head, saved, **want)
 
 
 def test_a_file_whose_tensors_were_exchanged_is_named(saved):
     with safe_open(saved, framework="pt") as file:
         metadata = file.metadata()
     save_file({"weight": W[:2]}, saved, metadata=metadata)
-    with pytest.raises(HeadError, match=str(saved)):
-        load_head(saved)
+    assert str(saved) in said(HeadError, load_head, saved)
 
 
 def test_foreign_and_missing_files(tmp_path):
     path = tmp_path / "x.safetensors"
-    with pytest.raises(HeadError, match="does not exist"):
-        load_head(path)
+    assert "does not exist" in said(HeadError, load_head, path)
     path.write_bytes(b"\xff" * 64)
-    with pytest.raises(HeadError, match="truncated or no safetensors"):
-        load_head(path)
+    assert "truncated or no safetensors" in said(HeadError, load_head, path)
     save_file({"weight": W}, path, metadata={"format": "pt"})
-    with pytest.raises(HeadError, match="no exit head; its format is 'pt'"):
-        load_head(path)
+    assert "no exit head; its format is 'pt'" in said(HeadError, load_head, path)
     save_file({"weight": W}, path, metadata={"format": artifact.FORMAT, "format_version": "99"})
-    with pytest.raises(HeadError, match="version 99"):
-        load_head(path)
+    assert "version 99" in said(HeadError, load_head, path)
     save_file({"weight": W}, path, metadata={"format": artifact.FORMAT, "format_version": "1", "kind": "lsq"})
-    with pytest.raises(HeadError, match="damaged metadata"):
-        load_head(path)
+    assert "damaged metadata" in said(HeadError, load_head, path)
     (tmp_path / "x.bin").write_bytes(b"")
-    with pytest.raises(HeadError, match="suffix"):
-        load_head(tmp_path / "x.bin")
+    assert "suffix" in said(HeadError, load_head, tmp_path / "x.bin")
 
 
 def test_a_rank_that_is_not_the_tensors_is_refused(tmp_path):
     head, metadata = HEADS["low rank"]
-    with pytest.raises(HeadError, match="rank"):
-        save_head(tmp_path / "x.safetensors", head, dataclasses.replace(metadata, rank=3))
+    assert "rank" in said(HeadError, save_head, tmp_path / "x.safetensors", head, dataclasses.replace(metadata, rank=3))
 
 
 @pytest.mark.parametrize("name", ["ee_layer7_lsq.pt", "h7.pt"])
@@ -133,8 +118,7 @@ def test_legacy_files(name, bare, tmp_path):
     head, metadata = load_head(tmp_path / name, layer=7, hidden=HIDDEN, vocab_size=VOCAB, fingerprint="unknown to it")
     assert torch.equal(head.weight, W)
     assert metadata == HeadMetadata("lsq", 7, HIDDEN, VOCAB)
-    with pytest.raises(HeadError, match="layer 7"):
-        load_head(tmp_path / name, layer=6)
+    assert "layer 7" in said(HeadError, load_head, tmp_path / name, layer=6)
 
 
 @pytest.mark.parametrize("bias", [None, torch.arange(VOCAB).float()])
@@ -153,10 +137,8 @@ def test_a_head_goes_to_a_pt_file_and_back(bias, tmp_path, caplog):
 
 
 def test_other_heads_do_not_go_to_a_pt_file(tmp_path):
-    with pytest.raises(HeadError, match="lsq over all tokens, not lens"):
-        save_pt(tmp_path, lens_head(), dataclasses.replace(META, kind="lens", target=None))
-    with pytest.raises(HeadError, match="over all tokens"):
-        save_pt(tmp_path, lsq_head(W[IDS], None, IDS), META)
+    assert "lsq over all tokens, not lens" in said(HeadError, save_pt, tmp_path, *HEADS["lens"])
+    assert "over all tokens" in said(HeadError, save_pt, tmp_path, lsq_head(W[IDS], None, IDS), META)
     assert not list(tmp_path.iterdir())
 
 
@@ -170,8 +152,7 @@ def test_a_pt_file_says_where_it_was_fitted_or_is_asked(tmp_path, caplog):
     assert "before or after the model's final norm" in record.getMessage()
     assert str(file) in record.getMessage()
     torch.save({"weight": W, "after_norm": torch.tensor(False)}, file)
-    with pytest.raises(HeadError, match="before the model's final norm"):
-        load_head(file)
+    assert "before the model's final norm" in said(HeadError, load_head, file)
 
 
 class Marker:
@@ -187,8 +168,7 @@ class Marker:
 def test_pickled_objects_are_refused_unopened(tmp_path):
     ran = tmp_path / "ran"
     torch.save({"weight": Marker(ran)}, tmp_path / "h7.pt")
-    with pytest.raises(HeadError, match="other than tensors"):
-        load_head(tmp_path / "h7.pt")
+    assert "other than tensors" in said(HeadError, load_head, tmp_path / "h7.pt")
     assert not ran.exists()
 
 
@@ -207,8 +187,7 @@ def test_pickled_objects_are_refused_unopened(tmp_path):
 )
 def test_legacy_files_hold_tensors_only(data, tmp_path):
     torch.save(data, tmp_path / "h7.pt")
-    with pytest.raises(HeadError, match=f"head {tmp_path}"):
-        load_head(tmp_path / "h7.pt")
+    assert f"head {tmp_path}" in said(HeadError, load_head, tmp_path / "h7.pt")
 
 
 def test_damaged_or_nameless_legacy_files(tmp_path):
@@ -216,11 +195,9 @@ def test_damaged_or_nameless_legacy_files(tmp_path):
     whole = (tmp_path / "h7.pt").read_bytes()
     for length in (0, 10, len(whole) // 2, len(whole) - 30):
         (tmp_path / "h7.pt").write_bytes(whole[:length])
-        with pytest.raises(HeadError, match="corrupt"):
-            load_head(tmp_path / "h7.pt")
+        assert "corrupt" in said(HeadError, load_head, tmp_path / "h7.pt")
     torch.save({"weight": W}, tmp_path / "head.pt")
-    with pytest.raises(HeadError, match="read from the name"):
-        load_head(tmp_path / "head.pt")
+    assert "read from the name" in said(HeadError, load_head, tmp_path / "head.pt")
 
 
 def test_a_directory_of_heads(tmp_path):
@@ -234,17 +211,13 @@ def test_a_directory_of_heads(tmp_path):
     assert find_head(tmp_path, 4, LSQ).name == "layer4_lsq.safetensors"
     assert find_head(tmp_path, 6).name == "h6.pt"
     assert load_head(tmp_path, layer=2).metadata.layer == 2
-    with pytest.raises(HeadError, match="2 heads for layer 4"):
-        find_head(tmp_path, 4)
+    assert "2 heads for layer 4" in said(HeadError, find_head, tmp_path, 4)
     with pytest.raises(HeadError, match=r"no head for layer 5; it has .*lsq at layer 2"):
         find_head(tmp_path, 5)
-    with pytest.raises(HeadError, match="or a layer"):
-        load_head(tmp_path)
-    with pytest.raises(HeadError, match="does not exist"):
-        find_head(tmp_path / "no", 4)
+    assert "or a layer" in said(HeadError, load_head, tmp_path)
+    assert "does not exist" in said(HeadError, find_head, tmp_path / "no", 4)
     (tmp_path / "bad.safetensors").write_bytes(b"x")
-    with pytest.raises(HeadError, match="truncated"):
-        find_head(tmp_path, 5)
+    assert "truncated" in said(HeadError, find_head, tmp_path, 5)
 
 
 def test_every_head_has_a_name_of_its_own():
@@ -285,9 +258,7 @@ def test_heads_of_one_layer_are_told_apart(tmp_path):
     ],
 )
 def test_what_a_head_cannot_be_is_said(make, message):
-    with pytest.raises(SettingsError) as error:
-        make()
-    assert message in str(error.value)
+    assert message in said(SettingsError, make)
 
 
 def test_of_two_kinds_that_a_name_begins_with_the_longer_is_meant(monkeypatch):
@@ -299,15 +270,9 @@ def test_of_two_kinds_that_a_name_begins_with_the_longer_is_meant(monkeypatch):
 
 
 def test_why_another_packages_head_cannot_be_used_is_said(monkeypatch):
-    monkeypatch.setitem(KINDS.broken, "mine", "head 'mine' of a package cannot be used: it has no name")
-    with pytest.raises(SettingsError, match=r"^head 'mine' of a package cannot be used: it has no name$"):
-        HeadSpec.from_name("mine")
-
-
-def test_a_file_may_hold_no_tensors_and_long_metadata(tmp_path):
-    metadata = HeadMetadata("lens", 3, 4, 9, corpus="a name of 5000 characters".ljust(5000))
-    file = save_head(tmp_path / "lens.safetensors", lens_head(), metadata)
-    assert read_metadata(file) == load_head(file).metadata == metadata
+    why = "head 'mine' of a package cannot be used: it has no name"
+    monkeypatch.setitem(KINDS.broken, "mine", why)
+    assert said(SettingsError, HeadSpec.from_name, "mine") == why
 
 
 @pytest.mark.parametrize(
@@ -324,16 +289,13 @@ def test_a_file_may_hold_no_tensors_and_long_metadata(tmp_path):
 )
 def test_a_file_whose_tensors_are_not_those_of_its_metadata_is_named(head, kind, message, tmp_path):
     file = tmp_path / "h.safetensors"
-    with pytest.raises(HeadError) as error:
-        save_head(file, head, HeadMetadata(kind, 3, 4, 9))
-    assert str(error.value) == f"head {file}: {message}"
+    assert said(HeadError, save_head, file, head, HeadMetadata(kind, 3, 4, 9)) == f"head {file}: {message}"
 
 
 def test_a_head_is_saved_as_safetensors_and_over_tokens_of_its_model(tmp_path):
-    with pytest.raises(HeadError, match=r"saved as \.safetensors, not 'h\.pt'"):
-        save_head(tmp_path / "h.pt", lsq_head(torch.zeros(9, 4)), HeadMetadata("lsq", 3, 4, 9))
-    with pytest.raises(HeadError, match="id 9 is out of range"):
-        save_head(tmp_path / "h.safetensors", lens_head(torch.tensor([9])), HeadMetadata("lens", 3, 4, 9))
+    lsq, lens = lsq_head(torch.zeros(9, 4)), lens_head(torch.tensor([9]))
+    assert "saved as .safetensors, not 'h.pt'" in said(HeadError, save_head, tmp_path / "h.pt", lsq, META)
+    assert "id 9 is out of range" in said(HeadError, save_head, tmp_path / "h.safetensors", lens, HEADS["lens"][1])
 
 
 def test_a_legacy_head_that_was_saved_on_a_gpu_is_read_to_the_host(tmp_path, monkeypatch):
@@ -346,8 +308,7 @@ def test_a_legacy_head_that_was_saved_on_a_gpu_is_read_to_the_host(tmp_path, mon
 
 def test_a_folder_without_heads_says_so_and_passes_hidden_files_over(tmp_path):
     (tmp_path / ".layer3_lsq.safetensors").write_bytes(b"half written")
-    with pytest.raises(HeadError, match=r"it has no head$"):
-        find_head(tmp_path, 3)
+    assert said(HeadError, find_head, tmp_path, 3).endswith("it has no head")
 
 
 CONFIG = {
@@ -359,8 +320,8 @@ CONFIG = {
 }
 
 
-def embedding(seed=0, dtype=torch.bfloat16, rows=300):
-    values = torch.randn(300, 96, generator=torch.Generator().manual_seed(seed))
+def embedding(dtype=torch.bfloat16, rows=300):
+    values = torch.randn(300, 96, generator=torch.Generator().manual_seed(0))
     return torch.cat([values, torch.zeros(rows - 300, 96)]).to(dtype)
 
 

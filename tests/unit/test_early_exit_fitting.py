@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from exit_heads import lens_head
+from refusals import said
 from torch.nn import functional as F
 
 from selfspec_cli.config.schema import RunConfig
@@ -177,20 +179,16 @@ def test_foreign_token_ids_are_named(wrong):
 def test_shapes_that_do_not_fit():
     sums = NormalEquations(HIDDEN, VOCAB)
     for x, y in ((X[:, :3], IDS), (X, IDS[:3]), (X, Z), (X[0], IDS[:1])):
-        with pytest.raises(FitError, match="shape"):
-            sums.update(x, y)
-    with pytest.raises(HeadError, match=r"\[13, 8\]; expected \[hidden, hidden\]"):
-        fit_head(TRANSLATOR, equations(IDS), 1.0)
+        assert "shape" in said(FitError, sums.update, x, y)
+    assert "[13, 8]; expected [hidden, hidden]" in said(HeadError, fit_head, TRANSLATOR, equations(IDS), 1.0)
     for rank in (0, HIDDEN + 1):
-        with pytest.raises(FitError, match="1 to 8"):
-            equations(Z).solve_low_rank(rank)
+        assert "1 to 8" in said(FitError, equations(Z).solve_low_rank, rank)
 
 
 @pytest.mark.parametrize(("pairs", "bias"), [(HIDDEN - 1, False), (HIDDEN, True), (0, False)])
 def test_too_few_pairs_need_a_ridge(pairs, bias):
     sums = equations(IDS[:pairs], bias, x=X[:pairs])
-    with pytest.raises(FitError, match=f"{pairs} pairs are fewer than the {HIDDEN + bias} unknowns"):
-        sums.solve()
+    assert f"{pairs} pairs are fewer than the {HIDDEN + bias} unknowns" in said(FitError, sums.solve)
     if pairs:
         assert torch.isfinite(sums.solve(1e-6)[0]).all()
 
@@ -198,20 +196,13 @@ def test_too_few_pairs_need_a_ridge(pairs, bias):
 def test_states_that_do_not_span_need_a_ridge():
     flat = X.clone()
     flat[:, 1] = flat[:, 0]
-    with pytest.raises(FitError, match="ridge"):
-        equations(IDS, x=flat).solve()
+    assert "ridge" in said(FitError, equations(IDS, x=flat).solve)
     assert torch.isfinite(equations(IDS, x=flat).solve(1e-6)[0]).all()
 
 
 @pytest.mark.parametrize("ridge", [-1.0, math.nan, math.inf])
 def test_bad_ridges(ridge):
-    with pytest.raises(FitError, match="ridge"):
-        equations(IDS).solve(ridge)
-
-
-def test_bfloat16_states_are_summed_in_fp64():
-    low = X.bfloat16()
-    torch.testing.assert_close(equations(IDS, x=low).solve()[0], equations(IDS, x=low.double()).solve()[0])
+    assert "ridge" in said(FitError, equations(IDS).solve, ridge)
 
 
 def test_choose_ridge_takes_the_best_on_held_out_data():
@@ -229,17 +220,16 @@ def test_choose_ridge_takes_the_best_on_held_out_data():
 def test_choose_ridge_passes_over_ridges_too_small_for_the_data():
     sums = equations(translator_target(X[:5], Z[:5]), x=X[:5])
     batches = [(X.float(), IDS)]
-    assert choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), batches, lm_head, (0.0, 0.1))[1].ridge == 0.1
-    with pytest.raises(FitError, match="fewer"):
-        choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), batches, lm_head, (0.0,))
-    with pytest.raises(FitError, match="held-out"):
-        choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), [], lm_head, (0.1,))
+    fit = partial(fit_head, TRANSLATOR, sums)
+    assert choose_ridge(fit, batches, lm_head, (0.0, 0.1))[1].ridge == 0.1
+    assert "fewer" in said(FitError, choose_ridge, fit, batches, lm_head, (0.0,))
+    assert "held-out" in said(FitError, choose_ridge, fit, [], lm_head, (0.1,))
 
 
 def test_ties_between_ridges_go_to_the_larger():
     sums = equations(translator_target(X, Z))
     never = [(X.float(), torch.full((N,), -1))]
-    assert choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), never, lm_head, (0.1, 1.0, 0.5))[1].ridge == 1
+    assert choose_ridge(partial(fit_head, TRANSLATOR, sums), never, lm_head, (0.1, 1.0, 0.5))[1].ridge == 1
 
 
 def test_agreement_counts_full_ids():
@@ -273,6 +263,7 @@ def test_a_ridge_that_is_lost_in_rounding_does_not_help_a_singular_matrix():
 
 
 WIDTH, TOKENS, PAIRS = 16, 120, 6000
+FLAT = HeadMetadata("lsq", 3, WIDTH, TOKENS, target="next_token")
 
 
 def _pairs(seed, count, skew=1.5):
@@ -307,23 +298,13 @@ def test_the_perplexity_of_a_scaled_head_falls_on_pairs_that_nothing_was_fitted_
     assert found.nats < found.nats_before
 
 
-def test_a_scale_alone_changes_no_argmax_and_a_prior_never_costs_agreement():
-    head, counts = _solved()
-    held_out = [_pairs(2, 1000)]
-    found = fit_scale(head, counts, held_out)
-    x, target = held_out[0]
-    own = float((head.logits(x).argmax(-1) == target).double().mean())
-    assert found.scale > 1
-    assert found.agreement >= own
-    assert found.agreement == float((scaled(head, counts, found).logits(x).argmax(-1) == target).double().mean())
-
-
 def test_no_other_scale_and_prior_is_better():
     head, counts = _solved()
     found = fit_scale(head, counts, [_pairs(2, 2000)])
     x, target = _pairs(2, 2000)
     prior = log_frequencies(counts)
     assert found.prior, "both are fitted here"
+    assert found.agreement == float((scaled(head, counts, found).logits(x).argmax(-1) == target).double().mean())
     for scale, weight in [(2, 0), (-2, 0), (0, 0.1), (0, -0.1)]:
         logits = (found.scale + scale) * head.logits(x) + (found.prior + weight) * prior
         assert float(F.cross_entropy(logits, target)) > found.nats
@@ -340,15 +321,14 @@ def test_a_head_whose_outputs_say_the_opposite_stays_as_it_is():
 
 def test_no_held_out_pairs_are_refused():
     head, counts = _solved()
-    with pytest.raises(FitError, match="no held-out"):
-        fit_scale(head, counts, [])
+    assert "no held-out" in said(FitError, fit_scale, head, counts, [])
 
 
 def test_a_file_keeps_both_and_a_draft_vocabulary_keeps_its_part(tmp_path):
     head, counts = _solved()
     found = fit_scale(head, counts, [_pairs(2, 1000)])
     full = scaled(head, counts, found)
-    metadata = HeadMetadata("lsq", 3, WIDTH, TOKENS, target="next_token", fit=found.to_dict())
+    metadata = dataclasses.replace(FLAT, fit=found.to_dict())
     loaded, read = load_head(save_head(tmp_path / "layer3_lsq.safetensors", full, metadata))
     x, _ = _pairs(5, 10)
     torch.testing.assert_close(loaded.logits(x), full.logits(x))
@@ -362,18 +342,17 @@ def test_a_file_keeps_both_and_a_draft_vocabulary_keeps_its_part(tmp_path):
 def test_a_gate_that_meets_a_flat_head_is_warned_of(gate, tmp_path):
     head, counts = _solved()
     found = fit_scale(head, counts, [_pairs(2, 1000)])
-    flat = HeadMetadata("lsq", 3, WIDTH, TOKENS, target="next_token")
-    fitted = dataclasses.replace(flat, fit=found.to_dict())
-    of_flat = save_head(tmp_path / "flat" / "layer3_lsq.safetensors", head, flat)
+    fitted = dataclasses.replace(FLAT, fit=found.to_dict())
+    of_flat = save_head(tmp_path / "flat" / "layer3_lsq.safetensors", head, FLAT)
     of_scaled = save_head(tmp_path / "scaled" / "layer3_lsq.safetensors", scaled(head, counts, found), fitted)
-    for path in (of_flat, of_flat.parent, save_pt(tmp_path, head, flat)):
+    for path in (of_flat, of_flat.parent, save_pt(tmp_path, head, FLAT)):
         message = flat_head_warning(gate, path, 3)
         assert "3,850" in message and "results/LOG.md" in message and f"gate {gate!r}" in message
     for path in (of_scaled, of_scaled.parent, save_pt(tmp_path, head, fitted), None, tmp_path / "gone.safetensors"):
         assert flat_head_warning(gate, path, 3) is None
     assert flat_head_warning("none", of_flat, 3) is None, "nothing reads the distribution"
     translator = ExitHead("translator", {"weight": torch.zeros(WIDTH, WIDTH)})
-    other = dataclasses.replace(flat, kind="translator", target="final_hidden")
+    other = dataclasses.replace(FLAT, kind="translator", target="final_hidden")
     assert flat_head_warning(gate, save_head(tmp_path / "t.safetensors", translator, other), 3) is None
 
 
@@ -399,9 +378,7 @@ def test_a_chat_model_fitted_on_the_standard_library_is_warned_of(corpus, templa
 
 def test_the_heads_of_a_fit_are_written_as_pt_too(tmp_path):
     head, _ = _solved()
-    path = save_head(
-        tmp_path / "m" / "layer12_lsq.safetensors", head, HeadMetadata("lsq", 12, WIDTH, TOKENS, target="next_token")
-    )
+    path = save_head(tmp_path / "m" / "layer12_lsq.safetensors", head, dataclasses.replace(FLAT, layer=12))
     reports = [{"layer": 12, "head": "lens"}, {"layer": 12, "head": "lsq", "vocab": "full", "path": str(path)}]
     made = fit.save_as_pt(RunConfig(head_dir=str(tmp_path / "ee_head")), fit.FitResult(reports, 1.0))
     assert made == [tmp_path / "ee_head" / "ee_layer12_lsq.pt"]
@@ -411,9 +388,7 @@ def test_the_heads_of_a_fit_are_written_as_pt_too(tmp_path):
 
 def test_a_sweep_is_warned_of_a_flat_head_once(tmp_path):
     head, _ = _solved()
-    file = save_head(
-        tmp_path / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, WIDTH, TOKENS, target="next_token")
-    )
+    file = save_head(tmp_path / "layer3_lsq.safetensors", head, FLAT)
     cfgs = [
         RunConfig(layer=3, gate=GateConfig(kind), head=HeadConfig(path=str(file)), k=k, threshold=tau)
         for kind, tau in (("maxp", 0.5), ("none", None))

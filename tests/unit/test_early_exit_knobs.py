@@ -9,9 +9,6 @@ from commands import call, document
 from selfspec_cli.config import options
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit import knobs
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.knobs import Knob, knob
 from selfspec_cli.early_exit.settings import OPTIONS, DraftSettings
 
@@ -88,16 +85,6 @@ def test_what_an_option_admits(key, inside, outside):
         assert found == ([(key, value)] if value in outside else [])
 
 
-def test_every_value_out_of_its_range_is_told_in_the_order_of_the_fields():
-    config = Outer(number=1, inner=Inner("eve", 0), level=2, names=[])
-    assert [(option.key, value) for option, value in knobs.out_of_range(config)] == [
-        ("number", 1),
-        ("inner.word", "eve"),
-        ("inner.size", 0),
-    ]
-    assert list(knobs.out_of_range(Outer())) == []
-
-
 @pytest.mark.parametrize(
     ("about", "text", "inside", "outside"),
     [
@@ -138,11 +125,6 @@ def test_draft_settings_are_defined_once():
     assert set(OPTIONS) <= set(ALL)
     for key in OPTIONS.keys() - {"method"}:  # a run may also be of a method that drafts with nothing of ours
         assert ALL[key] == OPTIONS[key]
-
-
-def test_the_choices_are_the_registries():
-    words = {key: ALL[key].knob.words() for key in ("gate.kind", "head.kind", "draft_weights")}
-    assert words == {"gate.kind": tuple(GATES), "head.kind": tuple(HEADS), "draft_weights": tuple(DRAFT_WEIGHTS)}
 
 
 def test_options_shows_what_has_to_do_with_a_word():

@@ -129,18 +129,19 @@ def test_trained_model_predicts_held_out_text_and_its_exits_agree() -> None:
 # ---- the widened model ----------------------------------------------------------------------------------------------
 
 
-def load(folder):
+def widened(source, out, hidden, intermediate, *words):
+    """The model of `source`, and its wider copy in `out`, which widen.py makes."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sizes = ["--hidden", str(hidden), "--intermediate", str(intermediate), "--out", out]
+    subprocess.run([sys.executable, FOLDER / "widen.py", *words, *sizes], check=True, capture_output=True)
+    return [AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval() for place in (source, out)]
 
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_widened_logits_are_the_same_and_weights_are_not_zero(tmp_path):
-    command = [sys.executable, str(FOLDER / "widen.py"), "--hidden", "1024", "--intermediate", "768"]
-    subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True)
-    narrow, wide = load(MODEL), load(tmp_path)
+    narrow, wide = widened(MODEL, tmp_path, 1024, 768)
     ids = torch.arange(3, 259).view(4, 64)
     torch.testing.assert_close(wide(input_ids=ids).logits, narrow(input_ids=ids).logits, rtol=1e-3, atol=1e-3)
     q = wide.model.layers[0].self_attn.q_proj.weight
@@ -171,18 +172,7 @@ def test_a_model_of_another_shape_is_widened_exactly(tmp_path, tied):
         layer.input_layernorm.weight.normal_(1, 0.3)
     model.save_pretrained(tmp_path / "narrow")
     (tmp_path / "narrow" / "chat_template.jinja").write_text("{{ messages }}")
-    command = [
-        sys.executable,
-        FOLDER / "widen.py",
-        "--source",
-        tmp_path / "narrow",
-        "--hidden",
-        "384",
-        "--intermediate",
-        "512",
-    ]
-    subprocess.run([*command, "--intermediate", "512", "--out", tmp_path / "wide"], check=True, capture_output=True)
-    narrow, wide = load(tmp_path / "narrow"), load(tmp_path / "wide")
+    narrow, wide = widened(tmp_path / "narrow", tmp_path / "wide", 384, 512, "--source", tmp_path / "narrow")
     ids = torch.arange(128).view(4, 32)
     torch.testing.assert_close(wide(input_ids=ids).logits, narrow(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
     assert wide.model.layers[0].mlp.gate_proj.weight.shape == (512, 384)

@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -81,24 +82,15 @@ def test_another_default_comes_first_and_without_one_all_are_in_the_order_of_the
 
 
 def test_those_of_others_come_by_their_names_and_may_fail_without_a_word(monkeypatch):
-    def absent():
-        raise AssertionError
-
-    class Broken:
-        name, group, dist = "broken", "selfspec.gates", None
-        load = staticmethod(absent)
-
+    broken = Mock(dist=None, load=Mock(side_effect=AssertionError))
+    broken.name = "broken"  # the name that Mock takes is its own
     theirs = SimpleNamespace(**{name: replace(GATES["maxp"], name=name) for name in ("zeta", "alpha", "twice")})
     monkeypatch.setitem(sys.modules, "more_gates", theirs)
     points = [EntryPoint(name, f"more_gates:{name}", "selfspec.gates") for name in ("zeta", "twice", "alpha", "twice")]
-    monkeypatch.setattr(registry, "entry_points", lambda group: [*points, Broken] if group == "selfspec.gates" else [])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [*points, broken] if group == "selfspec.gates" else [])
     found = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "selfspec.gates", first="none")
     assert list(found)[-4:] == ["varH", "alpha", "twice", "zeta"]
     assert found.broken == {
         "broken": "gate 'broken' of an installed package cannot be used: AssertionError: ",
         "twice": "gate 'twice' of an installed package cannot be used: that name is taken",
     }
-    with pytest.raises(
-        SettingsError, match=r"^gate 'broken' of an installed package cannot be used: AssertionError: $"
-    ):
-        found["broken"]

@@ -57,15 +57,15 @@ def device_times(draft: float = 0.45e-3, slower: float = 1.0) -> StepTimes:
 class Simulated:
     """An engine with a clock of its own.
 
-    requests, context (tokens of each) and acceptance (of a draft whose predecessors stood; one for all requests, or of
-    each) may change between two runs. times: the truth, in which a context is not rounded to a bucket. matched: share
-    of the requests that have a draft at all, where all drafts are prompt lookup's.
+    requests, context (tokens of each) and acceptance (of a draft whose predecessors stood) may change between two runs.
+    times: the truth, in which a context is not rounded to a bucket. matched: share of the requests that have a draft at
+    all, where all drafts are prompt lookup's.
     """
 
     def __init__(
         self,
         requests: int = 1,
-        acceptance: float | Sequence[float] = 0.8,
+        acceptance: float = 0.8,
         *,
         known: StepTimes | None = None,
         times: StepTimes | None = None,
@@ -90,10 +90,8 @@ class Simulated:
 
     def speed(self, width: int) -> float:
         """Expected tokens a second of a fixed width."""
-        rates = np.broadcast_to(np.asarray(self.acceptance, dtype=float), self.requests)
-        drafts = sum(float((rates**place).sum()) for place in range(1, width + 1))
-        tokens = self.requests + self.matched * drafts
-        return tokens / self.seconds(width)
+        drafts = self.matched * sum(self.acceptance**place for place in range(1, width + 1))
+        return self.requests * (1 + drafts) / self.seconds(width)
 
     def allowed(self) -> list[int]:
         load = batch_size(self.requests)
@@ -111,8 +109,7 @@ class Simulated:
         seconds = self.seconds(width) * self._noise()
         drafted = stood = np.zeros(self.requests, int)
         if width:
-            rates = np.broadcast_to(np.asarray(self.acceptance, dtype=float), self.requests)
-            stood = np.minimum(self.draw.geometric(np.clip(1 - rates, 1e-9, 1)) - 1, width)
+            stood = np.minimum(self.draw.geometric(max(1 - self.acceptance, 1e-9), self.requests) - 1, width)
             drafted = np.full(self.requests, width)
             if self.matched < 1:
                 drafted *= self.draw.random(self.requests) < self.matched
@@ -125,7 +122,7 @@ class Simulated:
         return math.exp(NOISE * self.draw.standard_normal())
 
     def _learn(
-        self, width: int, seconds: float, drafted: int | np.ndarray, stood: np.ndarray, latest: int | None = None
+        self, width: int, seconds: float, drafted: np.ndarray, stood: np.ndarray, latest: int | None = None
     ) -> None:
         """A step has ended, with `drafted` drafts of each request, of which `stood` did. latest: see `stepped`."""
         self.now += seconds
@@ -199,10 +196,9 @@ def test_prompt_lookup_alone_gains_where_text_repeats_and_costs_nothing_elsewher
     times = StepTimes(verify, {1: 0.0}, KV_TOKEN)
     engine = Simulated(requests, acceptance, times=times, matched=matched)
     assert engine.run(2.0) > 0.95
-    assert engine.run(4.0) > 0.95
-    speeds = [steps * engine.speed(width) * engine.seconds(width) for width, steps in engine.widths.items()]
-    time = sum(steps * engine.seconds(width) for width, steps in engine.widths.items())
-    assert sum(speeds) / time > 0.99 * engine.speed(0)
+    share = engine.run(4.0)
+    assert share > 0.95
+    assert share * engine.speed(engine.best()) > 0.99 * engine.speed(0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -216,14 +212,6 @@ def test_a_large_model_loses_little_by_looking_at_long_drafts(seed):
     engine = Simulated(48, 0.95, times=times, seed=seed)
     assert engine.run(1.0) > 0.99 and engine.run(8.0) > 0.99
     assert engine.best() == 0 < engine.rule.trials
-
-
-def test_requests_that_differ_in_one_batch():
-    """Half of them accept 95 % of their drafts, the others 20 %."""
-    for requests in (2, 8, 32, 64):
-        engine = Simulated(requests, [0.95, 0.2] * (requests // 2), seed=3)
-        engine.run(1.0)
-        assert engine.run(5.0) > 0.97, requests
 
 
 # ---- traffic that changes --------------------------------------------------------------------------------------------
@@ -319,42 +307,6 @@ def test_plain_steps_are_tried_again_at_each_batch_size():
     assert tried and tried[-1] > 2000
 
 
-class Paused(Simulated):
-    """An engine with pauses, after which the host takes longer for some steps; draft slots take time, drafts none."""
-
-    def __init__(self, requests: int, acceptance: float, matched: float) -> None:
-        verify = {
-            width: {n: seconds + bool(width) * 0.35e-3 + 2.5e-6 * n * width for n, seconds in times.items()}
-            for width, times in device_times().verify.items()
-        }
-        times = StepTimes(verify, dict.fromkeys(REQUESTS, 0.0), KV_TOKEN)
-        super().__init__(requests, acceptance, times=times, matched=matched)
-        self.slow = 0
-
-    def _noise(self) -> float:
-        self.slow -= 1
-        return super()._noise() * (1.0 if self.slow < 0 else 1.5)
-
-    def job(self) -> tuple[float, float]:
-        """200 tokens of each request after a pause: tokens of all, and seconds."""
-        self.now, self.slow = self.now + 6.0, 4
-        began, tokens = self.now, 0.0
-        while tokens < 200 * self.requests:
-            width = self.step()
-            tokens += self.speed(width) * self.seconds(width)
-        return tokens, self.now - began
-
-
-@pytest.mark.parametrize(("requests", "acceptance", "matched"), [(16, 0.4, 0.3), (16, 0.3, 0.2), (32, 0.3, 0.3)])
-def test_after_pauses_plain_steps_are_not_thought_slow(requests, acceptance, matched):
-    """As on an H200, where prompt lookup alone had 0.72 to 0.98 of plain decoding's speed (gpu/one_line_h200.json)."""
-    engine = Paused(requests, acceptance, matched)
-    for _ in range(5):
-        engine.job()
-    tokens, seconds = np.sum([engine.job() for _ in range(20)], axis=0)
-    assert tokens / seconds > 0.965 * engine.speed(0) and engine.best() == 0
-
-
 class Ahead(HostBound):
     """An engine that launches two steps before it reads the tokens of one, so that times are of later launches."""
 
@@ -386,7 +338,8 @@ def test_times_between_drafting_and_plain_steps_are_held_against_neither(request
 
 @pytest.mark.parametrize("width", [0, 4])
 def test_a_pause_alone_makes_no_trial(width):
-    """The first steps after a pause take the host longer, which would be held against what is tried in them."""
+    """The first steps after a pause take the host longer, which would be held against what is tried in them: on an H200
+    prompt lookup alone had 0.72 to 0.98 of plain decoding's speed (gpu/one_line_h200.json)."""
     engine = Simulated(16, 0.9 if width else 0.05, seed=21)
     engine.run(3.0)
     trials = engine.rule.trials
@@ -423,41 +376,6 @@ def test_until_there_are_verdicts_the_tokens_that_steps_brought_say_what_drafts_
     assert accepted[0] <= 6
 
 
-class Copying(HostBound):
-    """An engine that copies the drafts of a few requests from their text; a draft step for the others is worth its time
-    only in trials, and where no request copies."""
-
-    COPIED, COPIES_STAND, OWN_STAND = 0.15, 0.3, 0.02
-
-    def step(self, limit: int | None = None) -> int:
-        choice = self.rule.choose(self.requests, 500.0 * self.requests, limit)
-        width = choice.width
-        drafted = stood = np.zeros(self.requests, int)
-        if width:
-            copied = self.draw.random(self.requests) < self.COPIED
-            own = 0 if copied.any() and choice.step_value else 1
-            drafted = np.where(copied, width, own)
-            stands = np.where(copied, self.COPIES_STAND, self.OWN_STAND)
-            stood = np.minimum(self.draw.geometric(1 - stands) - 1, drafted)
-        self._learn(width, self.seconds(width) * self._noise(), drafted, stood)
-        return width
-
-    def speed(self, width: int) -> float:
-        per_request = self.COPIED * sum(self.COPIES_STAND**place for place in range(1, width + 1))
-        return self.requests * (1 + per_request) / self.seconds(width)
-
-
-def test_a_few_copied_drafts_and_pauses_do_not_make_drafts_look_good_again():
-    """Nearly all that is judged are copies, of which many stand: far from what a step brings in the mean."""
-    engine = Copying(32, 0.0, 3.9e-3, 5.5e-3, seed=1)
-    engine.run(5.0)
-    jobs = []
-    for _ in range(12):
-        engine.now += 30.0
-        jobs.append(engine.run(1.0))
-    assert min(jobs) > 0.95 and np.mean(jobs) > 0.98
-
-
 @pytest.mark.parametrize(("requests", "changed"), [(32, False), (5, True)])
 def test_verdicts_on_the_copied_drafts_of_a_few_requests_are_no_change_of_the_traffic(requests, changed):
     rule, nothing = LengthRule(device_times(), clock=lambda: 1.0), [0] * max(WIDTHS)
@@ -489,23 +407,9 @@ def test_contexts_are_counted_where_a_choice_is_due_and_none_is_held_for_a_batch
 # ---- prompts among the decode steps ----------------------------------------------------------------------------------
 
 
-class Counting(Simulated):
-    """An engine of which the tokens count that came, and not those that are expected."""
-
-    def reached(self, seconds: float) -> float:
-        """Run for that time; tokens a second."""
-        until, begun, tokens = self.now + seconds, self.now, 0
-        while self.now < until:
-            tokens += self.tokens_of_a_step()
-        return tokens / (self.now - begun)
-
-    def tokens_of_a_step(self) -> int:
-        """Make one step; the tokens that it brought."""
-        raise NotImplementedError
-
-
-class Served(Counting):
+class Served(Simulated):
     """Clients that ask again as soon as their answer of 128 tokens has ended, so that many steps compute prompts too.
+    The tokens that came count, and not those that are expected.
 
     graph: seconds that such a step takes beyond its prompts' tokens. slower: how much longer its draft steps take, by
     which it may differ from what the rule knows. width: that all steps have; None: the rule's.
@@ -519,7 +423,15 @@ class Served(Counting):
         self.missing = self.draw.integers(1, self.ANSWER, clients)
         self.begins = np.zeros(clients, bool)
 
+    def reached(self, seconds: float) -> float:
+        """Run for that time; tokens a second."""
+        until, begun, tokens = self.now + seconds, self.now, 0
+        while self.now < until:
+            tokens += self.tokens_of_a_step()
+        return tokens / (self.now - begun)
+
     def tokens_of_a_step(self) -> int:
+        """Make one step; the tokens that it brought."""
         chosen = self.rule.choose(self.requests, lambda: self.requests * self.context).width
         width = chosen if self.fixed is None else self.fixed
         prompt = int((self.begins * self.draw.integers(self.PROMPT // 2, self.PROMPT * 2, self.requests)).sum())
@@ -642,41 +554,6 @@ def test_a_trial_of_drafts_drafts_although_nothing_was_accepted():
     assert tried and all(choice.step_value == 0.0 for choice in tried)
 
 
-class Confident(Counting):
-    """An engine whose drafts end where what all requests may gain is less than a step is worth, before their first step
-    too. A draft stands as often as its confidence says. width: that all steps have, whole; None: the rule's."""
-
-    def __init__(self, requests: int, acceptance: float, draft: float, width: int | None = None) -> None:
-        super().__init__(requests, acceptance, times=device_times(draft), seed=requests)
-        self.fixed, self.usual = width, acceptance
-
-    def tokens_of_a_step(self) -> int:
-        choice = self.rule.choose(self.requests, lambda: self.requests * self.context)
-        width, value = (choice.width, choice.step_value) if self.fixed is None else (self.fixed, 0.0)
-        rate, steps, stands = self.usual, 0, np.full(self.requests, self.usual)
-        confidence = self.draw.beta(3 * rate, 3 * (1 - rate), (self.requests, self.rule.acceptance.k))
-        while steps < width and stands.sum() >= value:
-            stands, steps = stands * confidence[:, steps], steps + 1
-        seconds = self.seconds(width) - (width - steps) * self.times.draft_step(
-            self.requests, self.requests * self.context
-        )
-        stood = (self.draw.random(confidence.shape) < confidence)[:, :steps].cumprod(1).sum(1)
-        self._learn(width, max(seconds, FLOOR) * self._noise(), steps, stood)
-        return self.requests + int(stood.sum())
-
-
-@pytest.mark.parametrize("draft", [0.45e-3, 0.9e-3])
-@pytest.mark.parametrize("acceptance", [0.95, 0.7])
-@pytest.mark.parametrize("requests", [4, 32])
-def test_drafts_that_end_by_the_value_of_a_step_are_nearly_as_fast_as_the_best_fixed_length(
-    requests, acceptance, draft
-):
-    best = max(Confident(requests, acceptance, draft, width).reached(1.0) for width in (0, 2, 3, 4, 6))
-    engine = Confident(requests, acceptance, draft)
-    engine.reached(1.5)
-    assert engine.reached(3.0) > 0.96 * best
-
-
 def test_what_is_planned_and_not_drafted_is_not_believed_in():
     """Where no draft is made, steps are short and nothing is judged: short steps that bring what full drafts brought
     would be worth more than any draft."""
@@ -754,15 +631,10 @@ def test_acceptance_is_by_position_and_what_was_not_judged_takes_after_the_one_b
 
 
 def test_a_hiccup_of_the_host_moves_a_known_time_little():
-    engine = Simulated(1, 0.9, seed=14)
-    engine.run(2.0)
-    width = engine.widths.most_common(1)[0][0]
-    before = engine.rule.choose(1, 500.0)
-    for _ in range(8):
-        engine.rule.choose(1, 500.0)
-    engine.rule.stepped(1, width, 5.0)
-    key = 1, 0, width, False
-    assert engine.rule._seen[key].seconds < 1.05 * engine.seconds(width) and before.width in WIDTHS
+    seen = Seen(3e-3)
+    for seconds in (*[3e-3] * 40, 5.0):
+        seen.add(seconds, 0.0, 0.0, 1.0)
+    assert seen.seconds < 1.05 * 3e-3
 
 
 @pytest.mark.parametrize("others", [1, 3])
@@ -815,11 +687,3 @@ def test_acceptance_is_found_whatever_it_is_and_what_is_long_ago_fades():
             counts = learnt(counts, torch.full((50,), 0.6), stood)
         assert float(rates(counts)[bins_of(torch.tensor(0.6))]) == pytest.approx(rate, abs=0.05)
         assert float(counts[1].sum()) < MEMORY + BINS * FIRST_TRIALS + 50
-
-
-def test_the_first_guess_never_fades_so_that_a_bin_that_is_never_seen_keeps_it():
-    counts = first_counts()
-    for _ in range(500):
-        counts = learnt(counts, torch.full((50,), 0.99), torch.ones(50, dtype=torch.bool))
-    torch.testing.assert_close(counts[:, 0], first_counts()[:, 0])
-    assert (counts >= first_counts()).all()

@@ -26,7 +26,7 @@ def of(place):
     return script
 
 
-rivals, figures = of("experiments/rivals"), of("docs/generate")
+rivals, figures, mutation = of("experiments/rivals"), of("docs/generate"), of("tests/mutation")
 
 
 # ---- experiments/rivals: drafts made of a model, and where another method was faster
@@ -47,30 +47,23 @@ def test_weights_of_four_bits_are_packed_as_eight_to_an_integer(rivals):
 def test_a_draft_of_the_first_layers_keeps_norm_and_embedding(rivals):
     names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     names += [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(12)]
-    tensors, config = rivals("drafts").first_layers(
-        {name: torch.zeros(1) for name in names}, {"num_hidden_layers": 12, "hidden_size": 8}, 2
-    )
+    weights, shape = {name: torch.zeros(1) for name in names}, {"num_hidden_layers": 12, "hidden_size": 8}
+    tensors, config = rivals("drafts").first_layers(weights, shape, 2)
     assert list(tensors) == names[:5]
     assert config == {"num_hidden_layers": 2, "hidden_size": 8}
 
 
 def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(figures, tmp_path):
-    ngram = {name: value for name, value in ARM.items() if name not in ("E", "head", "vocab", "gate", "threshold")}
-    ngram |= {"arm": "vllm", "speculative": "ngram"}
-    for number, (text, speed) in enumerate({"headline": 120.0, "prose": 250.0}.items()):
-        keys = "048"[number], "15"[number], "26"[number]
+    ngram = BASELINE | {"arm": "vllm", "speculative": "ngram", "k": 5}
+    for text, speed, keys in (("headline", 120.0, "012"), ("prose", 250.0, "456")):
         base = replace(baseline(keys[0]), arm=BASELINE | {"workload": text})
-        for point in (
-            base,
-            against(base, keys[1], arm=ARM | {"workload": text}),
-            against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text}),
-        ):
+        ours = against(base, keys[1], arm=ARM | {"workload": text})
+        theirs = against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text})
+        for point in (base, ours, theirs):
             folder.save(tmp_path / "cpu", point)
     (lost,) = figures("figure_tables").lost(tmp_path)
-    assert (
-        lost.startswith("ngram k=5 2.50x, where early exit was E=4 k=5")
-        and " 1.50x (m, English documentation, " in lost
-    )
+    assert lost.startswith("ngram k=5 2.50x, where early exit was E=4 k=5")
+    assert " 1.50x (m, English documentation, " in lost
     assert lost.endswith(f", batch 1, {baseline().device})")
     assert list(figures("figure_tables").lost(tmp_path / "none")) == []
 
@@ -78,23 +71,17 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(figures,
 def test_a_head_for_a_kind_of_layer_that_speculators_lacks_is_llamas_of_the_same_size(rivals):
     transformers = pytest.importorskip("transformers")
     layer_of = rivals("eagle3").layer_of
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 3,
-        "vocab_size": 50,
-    }
-    of = {kind: layer_of(transformers.AutoConfig.for_model(kind, **sizes)) for kind in ("qwen2", "qwen3")}
-    assert [(kind, made.model_type, made.num_hidden_layers) for kind, made in of.items()] == [
-        ("qwen2", "llama", 1),
-        ("qwen3", "qwen3", 1),
-    ]
-    same = sizes.keys() - {"num_hidden_layers"}
-    assert {name: getattr(of["qwen2"], name) for name in same} == {name: sizes[name] for name in same}
-    wide = layer_of(transformers.AutoConfig.for_model("gemma", **sizes, head_dim=16))
-    assert (wide.model_type, wide.head_dim) == ("llama", 16)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 50}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+
+    def layer(kind, **more):
+        return layer_of(transformers.AutoConfig.for_model(kind, **sizes, **more, num_hidden_layers=3))
+
+    made, own, wide = layer("qwen2"), layer("qwen3"), layer("gemma", head_dim=16)
+    assert [of.model_type for of in (made, own, wide)] == ["llama", "qwen3", "llama"]
+    assert made.num_hidden_layers == own.num_hidden_layers == 1
+    assert {name: getattr(made, name) for name in sizes} == sizes
+    assert wide.head_dim == 16
 
 
 # ---- tests/mutation
@@ -108,23 +95,21 @@ def test_a_head_for_a_kind_of_layer_that_speculators_lacks_is_llamas_of_the_same
     ],
 )
 def test_a_module_or_a_suite_that_there_is_not_ends_mutation_testing_before_any_test_runs(
-    words, said, monkeypatch, capsys
+    mutation, words, said, monkeypatch, capsys
 ):
     pytest.importorskip("mutmut")
-    monkeypatch.syspath_prepend(ROOT / "tests" / "mutation")
     monkeypatch.setattr(sys, "argv", ["run.py", *words])
     with pytest.raises(SystemExit) as ended:
-        __import__("run").main()
+        mutation("run").main()
     assert ended.value.code == 2
     assert re.search(said, capsys.readouterr().err)
 
 
-def test_equal_faults_in_one_function_are_two_mutants(tmp_path, monkeypatch):
+def test_equal_faults_in_one_function_are_two_mutants(mutation, tmp_path):
     pytest.importorskip("mutmut")
-    monkeypatch.syspath_prepend(ROOT / "tests" / "mutation")
     module = tmp_path / "module.py"
     module.write_text("def f(a):\n    a += 1\n    print(a)\n    a += 1\n    return a\n")
-    found = list(__import__("make").mutants_of(module, tmp_path))
+    found = list(mutation("make").mutants_of(module, tmp_path))
     assert {mutant.line for mutant in found if mutant.now == "a += 2"} == {2, 4}
-    keys = [__import__("run").key_of(vars(mutant)) for mutant in found]
+    keys = [mutation("run").key_of(vars(mutant)) for mutant in found]
     assert len(keys) == len(set(keys))

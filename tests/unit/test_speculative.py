@@ -76,17 +76,18 @@ def test_the_draft_length_is_k_or_what_the_mapping_says(tmp_path):
     words = ["method=vllm", 'speculative={"method": "ngram", "num_speculative_tokens": 7}']
     assert (one(*words).k, one(*NGRAM).k, one(*NGRAM, "k=2").k) == (7, 4, 2)
     assert speculative_config(one(*words), tmp_path) == {"method": "ngram", "num_speculative_tokens": 7}
-    assert keys.Keys().settings(one(*words)) == keys.Keys().settings(
-        one("method=vllm", 'speculative={"method": "ngram"}', "k=7")
-    )
+    typed = one("method=vllm", 'speculative={"method": "ngram"}', "k=7")
+    assert keys.Keys().settings(one(*words)) == keys.Keys().settings(typed)
     with pytest.raises(ConfigError, match="k=3: both are the draft length"):
         one(*words, "k=3")
 
 
-def test_what_vllm_gets_names_the_weights_that_draft(draft, tmp_path):
-    cfg = one("method=vllm", "speculative=draft_model", f"speculative.model={draft}", "k=3")
+def test_what_vllm_gets_names_the_weights_that_draft(draft, tmp_path, monkeypatch):
+    monkeypatch.chdir(draft.parent)
+    cfg = one("method=vllm", "speculative=draft_model", "speculative.model=./small", "k=3")
     asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-    assert speculative_config(cfg, tmp_path) == asked
+    assert deployment(cfg, tmp_path).speculative_config == asked
+    assert speculative_config(cfg, tmp_path) == asked | {"model": "small"}
     own = one("method=vllm", "speculative=draft_model", "speculative.model=reference")
     assert speculative_config(own, tmp_path)["model"].endswith("reference_model/model")
 
@@ -98,9 +99,8 @@ def test_a_key_holds_the_mapping_and_the_content_of_the_draft(draft):
     (draft / "model.safetensors").write_bytes(b"another")
     assert keys.run_key(cfg) != before, "it was trained anew"
     assert keys.engine_key(one(*NGRAM)) != keys.engine_key(one(*NGRAM, "speculative.prompt_lookup_max=5"))
-    assert keys.engine_key(one("method=layer_skip")) == keys.engine_key(
-        replace(one("method=layer_skip"), speculative={"method": "ngram"})
-    ), "no other method looks at it"
+    early_exit = one("method=layer_skip")
+    assert keys.engine_key(early_exit) == keys.engine_key(replace(early_exit, speculative={"method": "ngram"}))
 
 
 def test_its_baseline_is_that_of_every_other_arm():
@@ -115,15 +115,6 @@ def test_it_is_a_row_with_a_label_of_its_own(draft):
     assert (row.arm, row.speculative, row.k, row.E, row.gate) == ("vllm", "draft_model small", 3, None, None)
     assert label(row) == "vLLM draft_model small k=3"
     assert label(tables.planned(one(*NGRAM))) == "vLLM ngram k=4 · prompt_lookup_max=4 · prompt_lookup_min=1"
-
-
-def test_a_server_is_started_with_it(draft, tmp_path, monkeypatch):
-    monkeypatch.chdir(draft.parent)
-    cfg = one("method=vllm", "speculative=draft_model", "speculative.model=./small", "k=3")
-    asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-    assert deployment(cfg, tmp_path).speculative_config == asked
-    looked_up = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 4}
-    assert deployment(one(*NGRAM), tmp_path).speculative_config == looked_up
 
 
 @pytest.mark.parametrize(
@@ -171,12 +162,9 @@ def test_how_drafts_are_taken_is_vllms_own_key(method, taken, asked, tmp_path):
     assert spec.get("draft_sample_method") == asked
 
 
-def separate(path, layer=None, **model):
-    """A separate draft of the first layers of the model at `path`."""
-    return RunConfig(method=Method.draft_model, layer=layer, model=ModelConfig(name="m", path=str(path), **model))
-
-
-def written(cfg, folder):
+def separate(folder, path, layer=None, **model):
+    """The config.json of a separate draft of the first layers of the model at `path`."""
+    cfg = RunConfig(method=Method.draft_model, layer=layer, model=ModelConfig(name="m", path=str(path), **model))
     return json.loads((shallow_model(cfg, folder) / "config.json").read_text())
 
 
@@ -184,8 +172,8 @@ def written(cfg, folder):
     ("layer", "overrides", "expected"), [(None, {}, 16), (None, {"num_hidden_layers": 6}, 3), (5, {}, 5)]
 )
 def test_a_separate_draft_has_half_of_the_layers_where_none_are_named(layer, overrides, expected, tmp_path):
-    cfg = separate("shape:llama3_8b", layer, hf_overrides=overrides)
-    assert written(cfg, tmp_path)["num_hidden_layers"] == expected
+    made = separate(tmp_path, "shape:llama3_8b", layer, hf_overrides=overrides)
+    assert made["num_hidden_layers"] == expected
 
 
 def test_the_layers_of_a_model_of_more_than_text_are_set_where_they_are_counted(tmp_path):
@@ -195,17 +183,16 @@ def test_the_layers_of_a_model_of_more_than_text_are_set_where_they_are_counted(
         folder.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "pictures", "text_config": text}))
     cut = {"num_hidden_layers": 2, "layer_types": ["sliding", "sliding"]}
-    assert written(separate(model, 2), draft) == {"model_type": "pictures", "text_config": cut}
+    assert separate(draft, model, 2) == {"model_type": "pictures", "text_config": cut}
 
 
 def test_a_separate_draft_of_a_model_on_the_hub_is_made_of_the_cached_config(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="hf download org/tiny"):
-        shallow_model(separate("org/tiny", 2), tmp_path)
+        separate(tmp_path, "org/tiny", 2)
     cached = tmp_path / "models--org--tiny"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("abc")
-    (cached / "snapshots" / "abc").mkdir(parents=True)
-    (cached / "snapshots" / "abc" / "config.json").write_text('{"num_hidden_layers": 9}')
-    assert written(separate("org/tiny", 2), tmp_path) == {"num_hidden_layers": 2}
+    for file, text in (("refs/main", "abc"), ("snapshots/abc/config.json", '{"num_hidden_layers": 9}')):
+        (cached / file).parent.mkdir(parents=True)
+        (cached / file).write_text(text)
+    assert separate(tmp_path, "org/tiny", 2) == {"num_hidden_layers": 2}

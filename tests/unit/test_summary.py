@@ -54,14 +54,9 @@ def test_a_run_in_which_a_program_was_missing(run, monkeypatch, capsys, installa
     monkeypatch.setattr(summary.time, "time", lambda: 1015.0)  # some parts ran beside each other
     assert summary.main(str(run(programs.reason(["axe-core"])))) == int(installable)
     lines = capsys.readouterr().out.strip().splitlines()
-    assert [line.split() for line in lines[1:4]] == [
-        ["lint", "7"],
-        ["unit", "12", "4", "3"],
-        ["all", "15", "4", "3"],
-    ]
-    assert lines[5] == (
-        "skipped in unit: test_one.test_skipped[1] and 1 more: not installed: axe-core; make programs installs them"
-    )
+    assert [" ".join(line.split()) for line in lines[1:4]] == ["lint 7", "unit 12 4 3", "all 15 4 3"]
+    reason = "not installed: axe-core; make programs installs them"
+    assert lines[5] == f"skipped in unit: test_one.test_skipped[1] and 1 more: {reason}"
     assert lines[6] == "skipped in unit: test_two: pip install it"
     assert ("FAILED" in lines[-1]) == installable and ("axe-core" in lines[-1]) == installable
 
@@ -80,20 +75,13 @@ def test_reasons_name_their_programs_and_no_others():
 
 def test_what_is_missing_is_installed_once_and_a_failure_is_one(monkeypatch, capsys):
     ran, here = [], set()
-
-    def entry(name: str, package: str, manager: str = sys.executable) -> programs.Program:
-        return programs.Program(lambda: name in here, manager, (package,))
-
-    monkeypatch.setattr(
-        programs,
-        "PROGRAMS",
-        {
-            "one": entry("one", "both"),
-            "two": entry("two", "both"),
-            "other": entry("other", "alone"),
-            "nowhere": entry("nowhere", "x", "no-such-manager"),
-        },
-    )
+    packages = {"one": "both", "two": "both", "other": "alone", "nowhere": "x"}
+    made = {
+        name: programs.Program(lambda name=name: name in here, sys.executable, (package,))
+        for name, package in packages.items()
+    }
+    made["nowhere"] = replace(made["nowhere"], manager="no-such-manager")
+    monkeypatch.setattr(programs, "PROGRAMS", made)
     brings = {"both": {"one", "two"}, "alone": {"other"}}
 
     def install(command, check):

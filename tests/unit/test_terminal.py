@@ -29,32 +29,24 @@ def model(tmp_path):
     model_folder(tmp_path / "model", num_hidden_layers=8, max_position_embeddings=1024)
 
 
+def command(*words):
+    return [sys.executable, str(HERE / "noisy_command.py"), *words, "model=./model", "layer=3"]
+
+
 def environment(**more):
     paths = [str(HERE.parents[1]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TERM": "xterm-256color", **more}
 
 
-def command(*words):
-    return [str(HERE / "noisy_command.py"), *words, "model=./model", "layer=3"]
-
-
 def shown_in(folder, words, columns, **more):
     """The command with these words, in a pseudo-terminal."""
-    env = environment(NOISY_START="0.2") | more
-    return Terminal([sys.executable, *command(*words)], folder, columns, env)
+    return Terminal(command(*words), folder, columns, environment(NOISY_START="0.2") | more)
 
 
 def piped(folder, words, **more):
     """The command with these words, whose output goes into pipes."""
-    return subprocess.run(
-        [sys.executable, *command(*words)],
-        cwd=folder,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    pipes = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    return subprocess.run(command(*words), cwd=folder, env=environment(**more), **pipes)
 
 
 def log_of(folder):
@@ -120,11 +112,7 @@ def test_an_engine_that_does_not_start_says_why_in_a_pipe_too(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("when", "start"),
-    [("starting an engine", "1000"), (" of 200", "0")],
-    ids=["while an engine starts", "while it measures"],
-)
+@pytest.mark.parametrize(("when", "start"), [("starting an engine", "1000"), (" of 200", "0")])
 def test_an_interrupt_leaves_the_status_and_says_what_the_same_command_does(tmp_path, when, start):
     shown = shown_in(tmp_path, [*SWEEP[:-1], "repeats=200"], 80, NOISY_START=start)
     shown.read(until=when)
@@ -153,8 +141,8 @@ def test_debug_shows_everything(tmp_path):
 # ---- without a process -----------------------------------------------------------------------------------------------
 
 
-def planned(**more):
-    cfgs = [RunConfig(gate=GateConfig("varH"), threshold=tau, **more) for tau in (4.0, 5.0)]
+def planned():
+    cfgs = [RunConfig(gate=GateConfig("varH"), threshold=tau) for tau in (4.0, 5.0)]
     return planning.plan([RunConfig(method=Method.baseline), *cfgs])
 
 
@@ -169,6 +157,7 @@ def screen_of(clock, plan=None):
 
 def test_time_left_comes_from_what_was_measured():
     clock, plan = Clock(), planned()
+    assert screen_of(clock, plan)[0].left() is None  # nothing is known yet
     plan.seconds = 100.0
     screen, _ = screen_of(clock, plan)
     clock.now = 30.0
@@ -184,10 +173,6 @@ def test_a_point_that_came_whole_has_its_speed():
     (screen, text), found = screen_of(Clock()), point()
     screen.measured(found)
     assert re.match(rf"arm 1 of 1: .*: {statistics.median(found.tok_s):,.1f} \(", text.getvalue())
-
-
-def test_nothing_is_promised_before_anything_is_known():
-    assert screen_of(Clock(), planned())[0].left() is None
 
 
 def test_a_long_count_in_a_pipe_is_spoken_of_now_and_then():
@@ -243,9 +228,8 @@ def test_a_pipe_is_told_what_is_being_done_whenever_nothing_was_said(monkeypatch
 
 
 def test_that_others_are_in_the_way_is_said_once():
-    text = io.StringIO()
-    screen = working.Screen(text, None)
+    screen, text = screen_of(Clock())
     screen.busy(0.834)
     screen.busy(0.9)
-    (line,) = text.getvalue().splitlines()
+    (line,) = [line for line in text.getvalue().splitlines() if "other programs" in line]
     assert line.startswith("other programs have 83% of the processor: ")

@@ -6,6 +6,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
+from selfspec_cli.early_exit.replay import Setting, replay
 from selfspec_cli.engine.live import Generation
 from selfspec_cli.progress import Progress
 from selfspec_cli.report import make as report
@@ -49,13 +50,15 @@ class FakeEngine:
 
     vocab_size, max_model_len = 100, 2048
 
-    def __init__(self, cfg, clock):
-        self.cfg, self.layer, self.clock = cfg, cfg.layer, clock
+    def __init__(self, cfg, clock=None, slow=1.0):
+        """slow: how much longer plain decoding takes."""
+        self.cfg, self.layer, self.clock, self.slow = cfg, cfg.layer, clock or Clock(), slow
         self.costs = Costs(COSTS.plain, COSTS.draft * cfg.layer / 3, COSTS.verify, COSTS.verify_token)
         log = make(300, seed=cfg.layer)
         worse = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.5 / cfg.layer
         self.log = replace(log, accepted=torch.where(worse, 0, log.accepted))
-        self.setting, self.generated, self.logged = Setting("none", None, cfg.k), 0, 0
+        self.setting, self.logged = Setting("none", None, cfg.k), 0
+        self.asked = []  # (draft length, number of prompts)
 
     def set_draft_length(self, k):
         self.setting = Setting(self.setting.gate, self.setting.threshold, k)
@@ -65,9 +68,9 @@ class FakeEngine:
 
     @contextmanager
     def recording(self):
-        before = self.generated
+        before = len(self.asked)
         yield lambda: self.log
-        self.logged = self.generated - before  # requests
+        self.logged = len(self.asked) - before  # requests
 
     def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
         generation = self.answer(prompts, output_len)
@@ -76,67 +79,66 @@ class FakeEngine:
 
     @cache  # noqa: B019 - engines live as long as a test
     def replayed(self, setting):
-        """What the log makes of a setting: its outcome, and the length of each draft."""
-        return replay(self.log, setting, self.costs), draft_lengths(self.log, setting).tolist()
+        return replay(self.log, setting, self.costs)
 
     def answer(self, prompts, output_len):
-        self.generated += 1
+        self.asked.append((self.setting.k, len(prompts)))
         outputs = [[0] * output_len for _ in prompts]
         tokens = output_len * len(prompts)
+        own = DraftCounters(10).snapshot()
         if not self.setting.k:
-            return Generation(outputs, tokens * COSTS.plain, [], VerifyCounts(0, 0, 0, []), counters_of([]))
-        outcome, lengths = self.replayed(self.setting)
+            return Generation(outputs, tokens * COSTS.plain * self.slow, [], VerifyCounts(0, 0, 0, []), own)
+        outcome = self.replayed(self.setting)
         share = tokens / (outcome.rounds + outcome.accepted)
         seconds = tokens * self.costs.plain / outcome.speedup
         counts = VerifyCounts(outcome.rounds, outcome.drafted, outcome.accepted, [])
-        own = counters_of(lengths)
-        own["seconds"] = outcome.drafted * self.costs.draft * share
-        for name in ("rounds", "steps", "drafted"):
-            own[name] *= share
+        own |= {"rounds": outcome.rounds * share, "seconds": outcome.drafted * self.costs.draft * share}
+        own |= dict.fromkeys(("steps", "drafted"), outcome.drafted * share)
         return Generation(outputs, seconds, [], counts, own)
 
 
-def counters_of(lengths):
-    counters = DraftCounters(10)
-    for length in lengths:
-        counters.round(1)
-        for _ in range(length):
-            counters.step(1)
-    return counters.snapshot()
+WORK = WorkloadConfig(prompts="random", num_prompts=2, output_len=16, input_len=4)  # needs no text
+
+
+class Engines:
+    """Opens fake engines and remembers them. slow: see `FakeEngine`, by layer. start: called as an engine starts."""
+
+    def __init__(self):
+        self.opened, self.clock, self.slow = [], Clock(), {}
+        self.start = lambda cfg: None
+
+    @contextmanager
+    def __call__(self, cfg):
+        self.clock.now += OPENING
+        self.start(cfg)
+        self.opened.append(FakeEngine(cfg, self.clock, self.slow.get(cfg.layer, 1.0)))
+        yield self.opened[-1]
+        self.clock.now += 2.0
 
 
 @pytest.fixture
-def lab(tmp_path, monkeypatch):
-    """Opens fake engines and remembers them; the workload needs no text."""
+def engines():
+    return Engines()
+
+
+@pytest.fixture
+def lab(engines, tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "LONGEST", 5)
-    opened, clock = [], Clock()
-
-    @contextmanager
-    def open_engine(cfg):
-        clock.now += OPENING
-        opened.append(FakeEngine(cfg, clock))
-        yield opened[-1]
-        clock.now += 2.0
-
-    work = WorkloadConfig(prompts="random", num_prompts=2, output_len=16, input_len=4)
-    cfgs = [RunConfig(layer=layer, workload=work, results_dir=str(tmp_path / "results")) for layer in (1, 3, 6, 12)]
+    cfgs = [RunConfig(layer=layer, workload=WORK, results_dir=str(tmp_path / "results")) for layer in (1, 3, 6, 12)]
 
     def run(minutes=5000.0, chosen=cfgs, **more):
-        budget, conf = tune.Budget(minutes, clock), tmp_path / "conf"
-        cfg, document = tune.run(
-            chosen, open_engine=open_engine, budget=budget, conf=conf, model_words=["model=m"], **more
-        )
+        budget, conf = tune.Budget(minutes, engines.clock), tmp_path / "conf"
+        cfg, document = tune.run(chosen, open_engine=engines, budget=budget, conf=conf, model_words=["model=m"], **more)
         return SimpleNamespace(cfg=cfg, **document)
 
-    found = SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock)
-    return found
+    return SimpleNamespace(run=run, opened=engines.opened, cfgs=cfgs, folder=tmp_path)
 
 
 def best_of_grid(cfg):
-    engine = FakeEngine(cfg, Clock())
+    engine = FakeEngine(cfg)
     settings = [Setting("none", None, k) for k in range(1, 6)]
-    settings += [Setting("maxp", limit / 50, k) for k in range(2, 6) for limit in range(50)]
-    settings += [Setting("margin", limit / 50, k) for k in range(2, 6) for limit in range(50)]
+    thresholds = product(("maxp", "margin"), range(50), range(2, 6))
+    settings += [Setting(gate, limit / 50, k) for gate, limit, k in thresholds]
     return max(replay(engine.log, one, engine.costs).speedup for one in settings)
 
 
@@ -151,8 +153,9 @@ def test_the_choice_is_near_the_best_of_a_full_grid_and_is_written_down(lab):
     assert written["overrides"][0] == "model=m"
     assert f"layer={result.cfg.layer}" in written["overrides"]
     engines = len(lab.opened)
-    lab.run()
+    again = lab.run()
     assert not any(engine.logged for engine in lab.opened[engines:])  # no exit is surveyed again
+    assert again.expected == result.expected  # by what was saved
 
 
 @pytest.mark.parametrize(
@@ -162,10 +165,10 @@ def test_other_drafts_are_logged_and_tried_anew(lab, change):
     """A survey for each, in one folder; what one of them left serves it alone."""
     shared, other = lab.cfgs[1], replace(lab.cfgs[1], **change)
     first = lab.run(chosen=[shared])
-    engines, generated = len(lab.opened), sum(engine.generated for engine in lab.opened)
+    engines, generated = len(lab.opened), sum(len(engine.asked) for engine in lab.opened)
     second = lab.run(chosen=[other])
     assert len(lab.opened) == 2 * engines
-    assert sum(engine.generated for engine in lab.opened[engines:]) == generated
+    assert sum(len(engine.asked) for engine in lab.opened[engines:]) == generated
     assert first.expected[0]["exit"] != second.expected[0]["exit"]
     lab.run(chosen=[shared, other])
     assert len(list((lab.folder / "results" / "tune").glob("*/drafts-*.pt"))) == 2
@@ -192,58 +195,44 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
 
 def test_other_weights_are_surveyed_however_the_first_ended(lab):
     """Two exits in a row that expect less end the survey of their own kind of weights."""
-    work, results = lab.cfgs[0].workload, lab.cfgs[0].results_dir
-    chosen = [
-        RunConfig(layer=n, draft_weights=weights, workload=work, results_dir=results)
-        for weights in ("shared", "int8")
-        for n in (1, 3, 12, 18, 20, 22)
-    ]
-    lab.run(chosen=chosen)
+    every = product(("shared", "int8"), (1, 3, 12, 18, 20, 22))
+    lab.run(chosen=[replace(lab.cfgs[0], layer=layer, draft_weights=weights) for weights, layer in every])
     seen = {(engine.cfg.draft_weights, engine.layer) for engine in lab.opened}
     assert ("shared", 22) not in seen and ("int8", 1) in seen and ("int8", 22) not in seen
 
 
-def refusing(lab, monkeypatch, refused, meanwhile=lambda: None):
-    """Engines of these layers do not start."""
-    begin = FakeEngine.__init__
+def refusing(engines, refused, meanwhile=lambda: None):
+    """Engines of this layer do not start."""
 
-    def begun(self, cfg, *more):
-        if cfg.layer in refused:
+    def start(cfg):
+        if cfg.layer == refused:
             meanwhile()
             raise SettingsError(f"draft_context = blocks:1024 is\nnot supported at {cfg.layer}")
-        begin(self, cfg, *more)
 
-    monkeypatch.setattr(FakeEngine, "__init__", begun)
-
-
-class Failures(Progress):
-    def __init__(self):
-        self.said = []
-
-    def failed(self, what, reason):
-        self.said.append((what, reason))
+    engines.start = start
 
 
-def test_an_exit_that_cannot_be_had_is_left_out_with_the_reason(lab, monkeypatch):
-    refusing(lab, monkeypatch, {3})
-    result = lab.run(progress=(heard := Failures()))
+def test_an_exit_that_cannot_be_had_is_left_out_with_the_reason(lab, engines):
+    refusing(engines, 3)
+    progress, heard = Progress(), []
+    progress.failed = lambda *words: heard.append(words)
+    result = lab.run(progress=progress)
     reason = "draft_context = blocks:1024 is not supported at 3"
-    assert heard.said == [("E3-lens", reason)]
+    assert heard == [("E3-lens", reason)]
     assert result.warnings == [f"E3-lens was left out: {reason}"]
     assert [row["exit"] for row in result.expected] == ["E1-lens", "E6-lens", "E12-lens"]
 
 
-def test_heads_are_tried_at_the_exits_that_look_promising(lab, monkeypatch):
-    begin, tried = FakeEngine.__init__, []
+def test_heads_are_tried_at_the_exits_that_look_promising(lab, engines, monkeypatch):
+    tried = []
 
-    def begun(self, cfg, *more):
+    def start(cfg):
         if cfg.head.kind != "lens":
             tried.append(cfg.layer)
             if len(tried) == 1:
                 raise RuntimeError
-        begin(self, cfg, *more)
 
-    monkeypatch.setattr(FakeEngine, "__init__", begun)
+    engines.start = start
     monkeypatch.setattr(tune, "_is_fitted", lambda cfg: True)
     monkeypatch.setattr(tune, "NEAR", 0.0)
     result = lab.run(heads=[HeadConfig(), HeadConfig("lsq")])
@@ -253,20 +242,20 @@ def test_heads_are_tried_at_the_exits_that_look_promising(lab, monkeypatch):
     assert f"E{tried[0]}-lsq was left out: RuntimeError" in result.warnings
 
 
-def test_the_first_exit_ends_the_search_where_it_cannot_be_had(lab, monkeypatch):
-    refusing(lab, monkeypatch, {1})
+def test_the_first_exit_ends_the_search_where_it_cannot_be_had(lab, engines):
+    refusing(engines, 1)
     with pytest.raises(SettingsError, match="not supported at 1"):
         lab.run()
     assert lab.opened == []
 
 
-def test_an_interrupt_is_no_reason_to_leave_an_exit_out(lab, monkeypatch):
+def test_an_interrupt_is_no_reason_to_leave_an_exit_out(lab, engines, monkeypatch):
     """An engine whose processes got it too fails in some way of its own."""
-    refusing(lab, monkeypatch, {3}, meanwhile=lambda: monkeypatch.setattr(interrupts, "_waiting", True))
-    heard = Failures()
+    refusing(engines, 3, meanwhile=lambda: monkeypatch.setattr(interrupts, "_waiting", True))
+    progress = Progress()
+    progress.failed = lambda *words: pytest.fail("an exit was left out")
     with pytest.raises(KeyboardInterrupt):
-        lab.run(progress=heard)
-    assert not heard.said
+        lab.run(progress=progress)
 
 
 def test_no_exit_is_begun_after_half_of_the_time_and_no_engine_after_all_of_it(lab, monkeypatch):
@@ -285,7 +274,7 @@ def test_no_exit_is_begun_after_half_of_the_time_and_no_engine_after_all_of_it(l
 
 
 def test_a_race_ends_before_the_repeat_that_has_no_time():
-    clock, cfg = Clock(), RunConfig(layer=3, k=5, workload=WorkloadConfig(num_prompts=2, batch=1, output_len=8))
+    cfg = RunConfig(layer=3, k=5, workload=WorkloadConfig(num_prompts=2, batch=1, output_len=8))
     asked = []
 
     def another(seconds):
@@ -293,15 +282,15 @@ def test_a_race_ends_before_the_repeat_that_has_no_time():
         return len(asked) < 2
 
     settings = [measure.PLAIN, Setting("none", None, 2)]
-    measured = measure.run(FakeEngine(cfg, clock), cfg, [[1]] * 2, settings, repeats=5, warmup=1, another=another)
+    measured = measure.run(FakeEngine(cfg), cfg, [[1]] * 2, settings, repeats=5, warmup=1, another=another)
     assert [len(arm.repeats) for arm in measured] == [2, 2]
     assert asked[0] == pytest.approx(sum(part.seconds for arm in measured for part in arm.repeats[0]))
 
 
 def test_a_stall_in_one_repeat_does_not_enter_the_costs():
-    cfg, clock = RunConfig(layer=3, k=10, workload=WorkloadConfig(num_prompts=2, output_len=50)), Clock()
+    cfg = RunConfig(layer=3, k=10, workload=WorkloadConfig(num_prompts=2, output_len=50))
     settings = [measure.PLAIN, *(Setting("none", None, k) for k in (1, 5, 10))]
-    plain, *drafting = measure.run(FakeEngine(cfg, clock), cfg, [[1]] * 2, settings, repeats=2)
+    plain, *drafting = measure.run(FakeEngine(cfg), cfg, [[1]] * 2, settings, repeats=2)
     expected = measure.costs(plain, drafting)
     for arm in (plain, drafting[1]):
         arm.repeats[1][0].seconds *= 3
@@ -327,15 +316,9 @@ def test_the_best_of_each_worthwhile_gate_races_and_what_one_would_choose_by_han
 
 def test_arms_take_turns_and_ratios_are_within_a_repeat():
     cfg = RunConfig(layer=3, k=5, workload=WorkloadConfig(num_prompts=4, batch=2, output_len=8))
-    order = []
-
-    class Noted(FakeEngine):
-        def generate(self, prompts, output_len, **options):
-            order.append((self.setting.k, len(prompts)))
-            return super().generate(prompts, output_len, **options)
-
-    settings = [measure.PLAIN, Setting("none", None, 2)]
-    plain, two = measure.run(Noted(cfg, Clock()), cfg, [[1]] * 4, settings, repeats=3, warmup=0)
+    engine, settings = FakeEngine(cfg), [measure.PLAIN, Setting("none", None, 2)]
+    plain, two = measure.run(engine, cfg, [[1]] * 4, settings, repeats=3, warmup=0)
+    order = engine.asked
     assert len(order) == 3 * 2 * 2
     assert all(count == 2 for _, count in order)
     assert {order[0][0], order[1][0]} == {0, 2}
@@ -346,48 +329,12 @@ def test_arms_take_turns_and_ratios_are_within_a_repeat():
     assert plain.to_dict(plain)["accept_rate"] is None
 
 
-def test_one_arm_has_all_prompts_at_once_and_leaves_the_engine_as_it_is():
-    cfg = RunConfig(layer=3, k=5, workload=WorkloadConfig(num_prompts=4, batch=2, output_len=8))
-    engine, order = FakeEngine(cfg, Clock()), []
-    generate = engine.generate
-    engine.generate = lambda prompts, *words, **more: order.append(len(prompts)) or generate(prompts, *words, **more)
-    engine.set_gate = engine.set_draft_length = None  # may not be called
-    (arm,) = measure.run(engine, cfg, [[1]] * 4, repeats=3, warmup=1, timed=lambda: order.append("timed"))
-    assert order == [4, "timed", 4, 4, 4]
-    assert len(arm.repeats) == 3
-
-
 def test_heads_that_are_not_fitted_are_not_tried(tmp_path):
     cfg = RunConfig(layer=3, head_dir=str(tmp_path), gate=GateConfig("none"))
     assert tune.with_heads(cfg, [HeadConfig(), HeadConfig("lsq")]) == []
 
 
 # ---- what roc and tune share -----------------------------------------------------------------------------------------
-
-
-WORK = WorkloadConfig(prompts="random", num_prompts=2, output_len=16, input_len=4)
-
-
-@pytest.fixture
-def opened(tmp_path):
-    """Fake engines by exit layer; plain decoding is slower under those of `slow`."""
-    engines, slow = [], {}
-
-    class Engine(FakeEngine):
-        def generate(self, prompts, output_len, **options):
-            generation = super().generate(prompts, output_len, **options)
-            self.largest = max(getattr(self, "largest", 0), len(prompts))
-            if not self.setting.k:
-                generation.seconds *= slow.get(self.layer, 1.0)
-            return generation
-
-    @contextmanager
-    def open_engine(cfg):
-        engines.append(Engine(cfg, Clock()))
-        yield engines[-1]
-
-    open_engine.engines, open_engine.slow = engines, slow
-    return open_engine
 
 
 def test_configs_that_differ_in_gate_threshold_or_length_name_one_exit():
@@ -404,29 +351,29 @@ def test_configs_that_differ_in_gate_threshold_or_length_name_one_exit():
     assert len(exits.distinct(others, 12)) == 4
 
 
-def test_roc_records_an_exit_once_too(opened, tmp_path, monkeypatch):
+def test_roc_records_an_exit_once_too(engines, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = RunConfig(layer=3, workload=WORK)
-    result = roc.run([replace(cfg, k=k) for k in (3, 5)], open_engine=opened, longest=5, prompts=4)
-    assert len(opened.engines) == len(result.exits) == 1
-    assert opened.engines[0].cfg.k == 5
+    result = roc.run([replace(cfg, k=k) for k in (3, 5)], open_engine=engines, longest=5, prompts=4)
+    assert len(engines.opened) == len(result.exits) == 1
+    assert engines.opened[0].cfg.k == 5
 
 
-def test_a_log_fills_the_batch_that_its_steps_are_timed_at(opened):
+def test_a_log_fills_the_batch_that_its_steps_are_timed_at(engines):
     cfg = exits.distinct([RunConfig(layer=3, workload=replace(WORK, batch=16, num_prompts=16))], 5)[0]
-    exits.survey(cfg, opened, prompts=4)
-    assert opened.engines[0].largest == 16
+    exits.survey(cfg, engines, prompts=4)
+    assert engines.opened[0].asked[0] == (5, 16)
     assert roc.facts([cfg], longest=12, prompts=4)["prompts"] == 16
 
 
 @pytest.mark.slow
-def test_roc_does_not_choose_an_exit_because_plain_decoding_stalled_under_it(opened, tmp_path, monkeypatch):
+def test_roc_does_not_choose_an_exit_because_plain_decoding_stalled_under_it(engines, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfgs = [RunConfig(layer=layer, workload=WORK, k=5) for layer in (3, 6, 12)]
-    right = roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.cfg.layer
+    right = roc.run(cfgs, open_engine=engines, longest=5, prompts=4).best.exit.cfg.layer
     wrong = next(cfg.layer for cfg in cfgs if cfg.layer != right)
-    opened.slow[wrong] = 5.0
-    assert roc.run(cfgs, open_engine=opened, longest=5, prompts=4).best.exit.cfg.layer == right
+    engines.slow[wrong] = 5.0
+    assert roc.run(cfgs, open_engine=engines, longest=5, prompts=4).best.exit.cfg.layer == right
 
 
 def test_levelled_exits_share_the_pace_of_plain_decoding():
@@ -436,15 +383,6 @@ def test_levelled_exits_share_the_pace_of_plain_decoding():
     levelled = exits.level(found)
     assert {one.costs.plain for one in levelled} == {7.0}
     assert [one.best.speedup for one in levelled] == pytest.approx([replay(log, setting, COSTS).speedup] * 3)
-
-
-def test_an_exit_that_was_saved_is_the_same(tmp_path):
-    found = Exit(RunConfig(layer=3, k=5), make(), COSTS)
-    exits.save(found, tmp_path / "drafts.pt")
-    again = exits.load(found.cfg, tmp_path / "drafts.pt")
-    assert again.costs == found.costs
-    assert again.log.statistics.equal(found.log.statistics)
-    assert list(tmp_path.iterdir()) == [tmp_path / "drafts.pt"]
 
 
 def test_layers_where_the_user_names_none(tmp_path, monkeypatch):

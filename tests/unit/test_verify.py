@@ -129,22 +129,23 @@ def test_kernels_that_are_not_invariant_are_not_our_fault():
     assert why.endswith("left open: mixed")
 
 
-@pytest.mark.parametrize(("gap", "together", "turned"), [(0.1, 0.2, False), (0.1, -0.2, True), (-0.1, None, True)])
-def test_whether_the_plain_engine_turns_to_the_arms_token(gap, together, turned):
-    assert Difference(0, 3, 7, 9, gap, together).turned is turned
-    assert not Difference(0, 3, 7, 9).turned
-
-
-def test_a_near_tie_is_level_or_turns_when_tokens_come_together():
-    def judged(gap, together=None):
-        found = Difference(0, 3, 7, 9, gap, together)
-        found.judge(0.25)
-        return found.kind
-
-    assert judged(0.2) == judged(-0.1) == "near-tie"
-    assert judged(0.6) == judged(0.6, 0.1) == judged(3.0, -0.1) == "fault"
-    assert judged(0.6, -0.1) == "near-tie"
-    assert judged(None) == "fault"  # an output that only ends elsewhere
+@pytest.mark.parametrize(
+    ("gap", "together", "kind", "turned"),
+    [
+        (0.2, None, "near-tie", False),
+        (0.1, 0.2, "near-tie", False),
+        (-0.1, None, "near-tie", True),
+        (0.6, None, "fault", False),
+        (0.6, 0.1, "fault", False),
+        (0.6, -0.1, "near-tie", True),
+        (3.0, -0.1, "fault", True),
+        (None, None, "fault", False),  # an output that only ends elsewhere
+    ],
+)
+def test_a_near_tie_is_level_or_turns_when_tokens_come_together(gap, together, kind, turned):
+    found = Difference(0, 3, 7, 9, gap, together)
+    found.judge(0.25)
+    assert (found.kind, found.turned) == (kind, turned)
 
 
 def test_first_differences_of_greedy_requests():
@@ -156,13 +157,10 @@ def test_first_differences_of_greedy_requests():
     assert (first.request, first.place, first.ours, first.plain, first.prefix) == (0, 1, 6, 9, [1, 2, 5])
     assert (second.request, second.place, second.ours, second.plain) == (2, 2, None, 3)
     assert first.to_dict()["chosen_alone"] is None
-    assert (
-        greedy.unlike_scores(
-            asked[:1], [Answer([5, 6], ended, [-1.0, -2.0])], [Answer([5, 9], ended, [-1.0, -9.0])], 1e-3
-        )
-        == 0
-    )
-    assert greedy.unlike_scores(asked[:1], [Answer([5], ended, [-1.0])], [Answer([5], ended, [-1.1])], 1e-3) == 1
+    scored = [[Answer(*one)] for one in (([5, 6], ended, [-1.0, -2.0]), ([5, 9], ended, [-1.0, -9.0]))]
+    assert greedy.unlike_scores(asked[:1], *scored, 1e-3) == 0
+    scored = [[Answer([5], ended, [score])] for score in (-1.0, -1.1)]
+    assert greedy.unlike_scores(asked[:1], *scored, 1e-3) == 1
 
 
 def test_drafts_of_a_request_are_its_own():
@@ -187,10 +185,8 @@ def test_several_runs_have_the_verdict_of_the_worst():
     found = run.finished([one([], "lossless"), one(["near-tie"], "fault")], batch_invariant=False)
     assert (found["verdict"], found["runs"]) == ("near-ties only", 2)  # judged again when tokens came together
     assert found["verdicts"] == {"lossless": 1, "near-ties only": 1}
-    assert [(one["verdict"], one["drafted"], one["accepted"]) for one in found["each"]] == [
-        ("lossless", 90, 40),
-        ("near-ties only", 90, 40),
-    ]
+    each = [(one["verdict"], one["drafted"], one["accepted"]) for one in found["each"]]
+    assert each == [("lossless", 90, 40), ("near-ties only", 90, 40)]
     assert run.finished([one(["near-tie"], "fault")], batch_invariant=True)["verdict"] == "fault"
     assert run.finished([one(["fault"], "fault"), one([], "lossless")], False)["suspect"] == "accept_one_more"
 
@@ -210,22 +206,17 @@ def test_what_cannot_be_verified_is_refused():
         run.check(resolved(RunConfig()), Wanted(batch_invariant=True))
 
 
+DETERMINISTIC = {"inductor_compile_config": {"deterministic": True}}
+TUNED = {"inductor_compile_config": {"max_autotune": False}}
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (None, {"inductor_compile_config": {"deterministic": True}}),
-        (3, {"mode": 3, "inductor_compile_config": {"deterministic": True}}),
-        (
-            {"cudagraph_mode": "NONE", "inductor_compile_config": {"max_autotune": False}},
-            {
-                "cudagraph_mode": "NONE",
-                "inductor_compile_config": {"deterministic": True, "max_autotune": False},
-            },
-        ),
-        (
-            {"inductor_compile_config": {"deterministic": False}},
-            {"inductor_compile_config": {"deterministic": False}},
-        ),
+        (None, DETERMINISTIC),
+        (3, {"mode": 3} | DETERMINISTIC),
+        ({"mode": 0} | TUNED, {"mode": 0, "inductor_compile_config": {"deterministic": True, "max_autotune": False}}),
+        ({"inductor_compile_config": {"deterministic": False}},) * 2,
     ],
 )
 def test_batch_invariant_engines_choose_no_kernel_by_timing(given, wanted):

@@ -55,17 +55,12 @@ def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
     assert verdict([check, replace(check, ok=False)]) == "A run could not work here."
 
 
-def test_what_is_here_is_checked_and_nothing_else_said(model):
-    assert "not checked" not in done("sweep", model, "layer=3", "--dry-run").stderr
-
-
 def test_a_server_of_random_weights_needs_no_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     served = done("serve", "model=llama3_8b_shape", "--dry-run", "--json")
     assert "vllm" in document(served)["command"]
-    assert "perplexity_tokens=0 workload.prompts=random" in refused(
-        "bench", "model=llama3_8b_shape", "engine=cpu", "--dry-run"
-    )
+    measured = refused("bench", "model=llama3_8b_shape", "engine=cpu", "--dry-run")
+    assert "perplexity_tokens=0 workload.prompts=random" in measured
     # A load test scores no text.
     done("load", "model=llama3_8b_shape", "engine=cpu", "workload.prompts=random", "--dry-run")
 
@@ -118,6 +113,7 @@ def test_a_check_is_planned_in_words(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", ["tune", "verify", "roc", "fit-weights draft_weights=int4", "profile"])
 def test_a_plan_for_people_holds_nothing_of_pythons(model, command):
     shown = done(*command.split(), model, "layer=3", "workload.prompts=random", "--dry-run")
+    assert "not checked" not in shown.stderr  # the model is here
     for word in ("[", "]", "None", "True", "False", "'", "dry_run"):
         assert word not in shown.stdout.replace(model, ""), (word, shown.stdout)
 
@@ -195,27 +191,24 @@ BEGUN = {"gate=mar": "gate=margin", "free_dra": "free_drafts=", "engine=g": "eng
 """A choice, a key and a preset, and what TAB makes of them."""
 
 
-def typed(shell, environment, begin, name):
-    """What lines become when TAB is pressed behind them in an interactive shell; echo shows it."""
-    child = pexpect.spawn(shell[0], shell[1:], env=environment, encoding="utf-8", timeout=60, dimensions=(24, 120))
-    child.sendline(f'{begin}; eval "$(_SELFSPEC_COMPLETE=source_{name} selfspec)"; echo re""ady')
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shell", "begin"),
+    [
+        ("bash --norc --noprofile -i", "PS1='$ '"),
+        pytest.param("zsh -f -i", "PS1='$ '; autoload -U compinit; compinit -u -D", marks=programs.needs("zsh")),
+    ],
+)
+def test_tab_completes_a_word_in_an_interactive_shell(environment, shell, begin):
+    """echo shows what lines become."""
+    child = pexpect.spawn(shell, env=environment, encoding="utf-8", timeout=60, dimensions=(24, 120))
+    child.sendline(f'{begin}; eval "$(_SELFSPEC_COMPLETE=source_{shell.split()[0]} selfspec)"; echo re""ady')
     child.expect_exact("ready")
     for begun, whole in BEGUN.items():
         child.send(f"selfspec sweep {begun}\t")
         child.expect("sweep " + "\x07?".join(map(re.escape, whole)))  # bash rings where more might follow
         child.send("\x03")  # Ctrl-C: the line is not run
     child.close(force=True)
-
-
-@pytest.mark.slow
-def test_bash_completes_a_word(environment):
-    typed(["bash", "--norc", "--noprofile", "-i"], environment, "PS1='$ '", "bash")
-
-
-@pytest.mark.slow
-@programs.needs("zsh")
-def test_zsh_completes_a_word(environment):
-    typed(["zsh", "-f", "-i"], environment, "PS1='$ '; autoload -U compinit; compinit -u -D", "zsh")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from selfspec_cli.vllm_plugin.v2.scheduling import planner_of, planners_like
 from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Reader
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("order", ["read first", "launch first", "alternating", "synchronous"])
 @pytest.mark.parametrize("blocks", [1000, 40])  # the smaller cannot hold all requests: some are preempted
 @pytest.mark.parametrize(
     "spec",
@@ -41,17 +41,24 @@ from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Reader
     ],
     ids=str,
 )
-def test_every_request_gets_all_of_its_tokens_while_widths_change(make, asynchronous, blocks, spec):
+def test_every_request_gets_all_of_its_tokens_in_any_order_while_widths_change(make, order, blocks, spec):
     requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
-    scheduler = make(asynchronous, blocks, **spec)
+    scheduler = make(order != "synchronous", blocks, **spec)
     if "gate" in spec:
         fix_times(planner_of(scheduler).rule)
-    runner, done = serve(scheduler, requests)
-    assert done == {name: most for name, _, most, _ in requests}
-    seen = {width for _, widths in runner.lengths for width in widths}
+    core, reader = engine_of(scheduler, order == "read first", asked=asked_of(requests))
+    if order == "alternating":
+        reader._orders = alternating()
+    assert run(core, requests) == {name: most for name, _, most, _ in requests}
+    seen = {width for _, widths in core.runner.lengths for width in widths}
     assert seen <= {K, 3, 2, 1, 0}
     assert max(seen) > 0 if "gate" in spec else K in seen  # of all widths the rule chooses
     assert scheduler.requests == {}
+    pairs = list(zip(core.log, core.log[1:], strict=False))
+    if order == "launch first":
+        assert ("launch", "launch") in pairs
+    elif order != "synchronous" and not spec:  # one after the other, for the most part
+        assert pairs.count(("read", "launch")) > len(pairs) / 4
 
 
 def test_steps_of_a_steady_batch_are_uniform_and_follow_the_table(make):
@@ -255,21 +262,6 @@ def steps_until(core, over):
     raise AssertionError("this never came")
 
 
-@pytest.mark.parametrize("blocks", [1000, 40])  # the smaller cannot hold all requests: some are preempted
-@pytest.mark.parametrize("first", [True, False, None], ids=["read first", "launch first", "alternating"])
-def test_every_request_gets_all_of_its_tokens_in_any_order(make, blocks, first):
-    requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
-    core, reader = engine_of(make(True, blocks, length_table="1:4 3:2 7:0"), first, asked=asked_of(requests))
-    if first is None:
-        reader._orders = alternating()
-    assert run(core, requests) == {name: most for name, _, most, _ in requests}
-    pairs = list(zip(core.log, core.log[1:], strict=False))
-    if first is False:
-        assert ("launch", "launch") in pairs
-    else:  # one after the other, for the most part
-        assert pairs.count(("read", "launch")) > len(pairs) / 4
-
-
 def test_a_request_that_has_ended_is_not_verified_again(make):
     launches = {}
     for first in (True, False):
@@ -387,10 +379,8 @@ def step_of(requests, tokens=5, new=(), width=K):
     )
 
 
-def future(event=True):
-    return SimpleNamespace(
-        async_output=SimpleNamespace(copy_event=object() if event else None), add_done_callback=lambda call: None
-    )
+def future():
+    return SimpleNamespace(async_output=SimpleNamespace(copy_event=object()), add_done_callback=lambda call: None)
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+from v2_engine import K, early_exit, settings
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
-from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.hooks import capture_every_width
 from selfspec_cli.vllm_plugin.v2 import graphs
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
@@ -23,12 +22,6 @@ from selfspec_cli.vllm_plugin.v2.widths import (
     request_counts,
     widths,
 )
-
-K = 4
-
-
-def settings(**spec):
-    return ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": K, **spec}, 24)
 
 
 def planner(**spec):
@@ -146,15 +139,11 @@ def test_where_every_request_opts_out_nothing_is_planned_and_a_shorter_wish_take
     requests |= running(c=10)
     assert width_after(plan, step(requests, new=[("c", {"selfspec_k": 1})]), requests) == 2
     requests |= running(d=10)
-    assert width_after(plan, step(requests, new=[("d", None)]), requests) == 4
+    beyond_k = {"selfspec_k": 99}  # came past the check, and counts for nothing
+    assert width_after(plan, step(requests, new=[("d", beyond_k)]), requests) == 4
     del requests["c"], requests["d"]
     assert width_after(plan, step(requests, finished=["c", "d"]), requests) == 0
     assert set(plan._own) == {"a", "b"}
-
-
-def test_a_wish_that_came_past_the_check_counts_for_nothing():
-    plan, requests = planner(), running(a=10)
-    assert width_after(plan, step(requests, new=[("a", {"selfspec_k": 99})]), requests) == K
 
 
 def test_without_acceptance_nothing_is_planned():
@@ -238,10 +227,9 @@ def manager(spec, **more):
     """vLLM's manager with our widths, as far as it plans its captures."""
     kind = with_every_width(ModelCudaGraphManager)
     made = kind.__new__(kind)
-    speculative = None
-    if spec is not None:
-        values = {SETTINGS_KEY: settings(**spec).to_dict(), "uses_dynamic_speculative_decoding": lambda: False}
-        speculative = SimpleNamespace(**values)
+    speculative = None if spec is None else early_exit(**spec)
+    if speculative is not None:
+        speculative.uses_dynamic_speculative_decoding = lambda: False
     heads = SimpleNamespace(get_num_attention_heads=lambda parallel: 32, get_num_kv_heads=lambda parallel: 8)
     made.vllm_config = SimpleNamespace(
         speculative_config=speculative,
@@ -309,16 +297,8 @@ def test_a_verify_pass_is_timed_on_the_inputs_that_its_graph_was_captured_with(m
             assert asked.pop() == ((requests, requests * (1 + width)), inputs)
 
 
-@pytest.mark.parametrize("requests", [1, 3, 8])
-def test_a_step_without_drafts_replays_the_graph_that_plain_vllm_would(requests):
-    plain = manager(None, decode_query_len=1)
-    drafting = manager({"length_table": "4:2"})
-    assert graph_of(drafting, requests, 0) == graph_of(plain, requests, 0)
-    assert graph_of(drafting, requests, 0)[0] == "FULL"
-
-
 def test_there_is_a_full_graph_for_every_width_where_the_table_has_it_and_for_no_other():
-    drafting = manager({"length_table": "4:2"})
+    drafting, plain = manager({"length_table": "4:2"}), manager(None, decode_query_len=1)
     for requests in range(1, 9):
         for width in (4, 2, 0):
             mode, tokens, uniform = graph_of(drafting, requests, width)
@@ -328,6 +308,8 @@ def test_there_is_a_full_graph_for_every_width_where_the_table_has_it_and_for_no
                 assert (mode, uniform) == ("FULL", width + 1)
                 assert tokens >= requests * (width + 1)
         assert graph_of(drafting, requests, 3)[::2] == ("FULL", None)
+    for requests in (1, 3, 8):
+        assert graph_of(drafting, requests, 0) == graph_of(plain, requests, 0)
 
 
 def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_where_all_are_short():
@@ -422,11 +404,10 @@ def sizes_of(own, max_num_seqs, capture=None, most=None, drafts=True, **spec):
             self.compilation_config.cudagraph_capture_sizes = own
             self.compilation_config.max_cudagraph_capture_size = own[-1] if own else 0
 
-    speculative = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()}) if drafts else None
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=capture, max_cudagraph_capture_size=most),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
-        speculative_config=speculative,
+        speculative_config=early_exit(**spec) if drafts else None,
         additional_config=None,
         use_v2_model_runner=True,
     )
@@ -446,6 +427,7 @@ def test_graphs_reach_as_far_as_256_requests_draft():
     # A table says which of these sizes are captured, and does not change them; more requests have no more.
     assert sizes_of(own, 256, length_table="97:2 200:0") == wide == sizes_of(own, 1024)
     assert sizes_of([], 256) == []  # no graphs at all
+    assert sizes_of([1, 512], 256, capture=[1, 8]) == [1, 8]  # the user's
 
 
 def test_mixed_batches_are_padded_by_no_more_than_an_eighth():
@@ -456,10 +438,6 @@ def test_mixed_batches_are_padded_by_no_more_than_an_eighth():
         following = min(one for one in chosen if one >= size)
         assert 8 * following <= 9 * size or following == size
     assert mixed_sizes([]) == []
-
-
-def test_sizes_and_limits_of_the_user_stay():
-    assert sizes_of([1, 512], 256, capture=[1, 8]) == [1, 8]
 
 
 def test_the_most_requests_of_a_width():

@@ -1,4 +1,4 @@
-"""Requests, and a model runner of arithmetic for vLLM's own scheduler: what the V2 runner does, without a GPU."""
+"""Settings, requests, and a model runner of arithmetic for vLLM's scheduler: what the V2 runner does without a GPU."""
 
 import queue
 import random
@@ -8,7 +8,20 @@ from types import SimpleNamespace
 
 import torch
 
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+
 K, MOST, BLOCK, LEN = 4, 8, 16, 256
+
+
+def settings(**spec):
+    """Those of an engine of 24 layers with these keys of a speculative_config."""
+    return ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": K, **spec}, 24)
+
+
+def early_exit(**spec):
+    """The speculative configuration of such an engine, as far as the plugin reads it."""
+    return SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()})
 
 
 class Runner:

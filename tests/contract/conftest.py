@@ -66,14 +66,14 @@ def configured(folder):
 
 @pytest.fixture
 def make(configured, monkeypatch):
-    """A scheduler as an engine on CUDA makes it, asynchronous or not. blocks: of its KV cache."""
+    """A scheduler as an engine on CUDA makes it, asynchronous or not. blocks: of its KV cache; v2: the V2 runner's."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
     limits = {"max_num_seqs": MOST, "max_model_len": LEN, "max_num_batched_tokens": 64, "block_size": BLOCK}
 
-    def scheduler(asynchronous=True, blocks=1000, log_stats=False, **spec):
+    def scheduler(asynchronous=True, blocks=1000, log_stats=False, v2=True, **spec):
         spec = {"method": "layer_skip", "layer_skip": 1, "num_speculative_tokens": K, **spec}
         config = configured(spec, enable_prefix_caching=False, **limits)
         config.scheduler_config.async_scheduling = asynchronous
@@ -82,7 +82,7 @@ def make(configured, monkeypatch):
             ["layer"], FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
         )
         with monkeypatch.context() as patch:
-            patch.setattr(type(config), "use_v2_model_runner", property(lambda self: True))
+            patch.setattr(type(config), "use_v2_model_runner", property(lambda self: v2))
             return config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config,
                 structured_output_manager=StructuredOutputManager(config),

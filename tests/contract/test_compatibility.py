@@ -99,10 +99,6 @@ def weights(kind: str, **facts: Any) -> Callable[[], Any]:
     return lambda: require_draft_weights(kind, WeightFacts(**facts))
 
 
-def runner(device: str, v2: bool | None) -> Callable[[], Any]:
-    return lambda: refusals.require_runner(device, v2, has_triton=False)
-
-
 LATENTS = SimpleNamespace(model="m", use_mla=False, is_deepseek_mla=True)
 WINDOWED = SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)
 ADAPTERS, EXPERTS = SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True)
@@ -121,9 +117,9 @@ REFUSALS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("LoRA with a mixture of experts", lambda: refusals.refuse_adapters(ADAPTERS, EXPERTS)),
     ("sessions whose input streams in", lambda: refusals.refuse_streamed_input()),
     ("watermarks", engine(watermark_config={"key": 1})),
-    ("V2 model runner on a CPU", runner("cpu", True)),
-    ("V1 model runner on a GPU", runner("cuda", False)),
-    ("devices other than", runner("xpu", None)),
+    ("V2 model runner on a CPU", partial(refusals.require_runner, "cpu", True, has_triton=False)),
+    ("V1 model runner on a GPU", partial(refusals.require_runner, "cuda", False, has_triton=False)),
+    ("devices other than", partial(refusals.require_runner, "xpu", None, has_triton=False)),
     ("draft_window for layers", lambda: refusals.refuse_context(Context("window", (64,)), [WINDOWED])),
     ("draft_context=blocks:N for latent keys", blocks_of_latent_keys),
     ("weights fetched while layers run", engine(offload_group_size=4)),

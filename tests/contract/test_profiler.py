@@ -84,14 +84,11 @@ def test_a_trace_has_the_ranges_that_a_profile_is_made_of(tmp_path, front_end):
     assert calls["aten::mm"] == 3 * 4 and not any(name.startswith(PREFIX) for name in calls)
 
 
-def test_an_engine_gets_each_range_once(front_end):
+def test_an_engine_gets_each_range_once_and_a_baseline_none_of_drafting(front_end):
+    assert not {"selfspec.draft", "selfspec.head", "selfspec.gate"} & set(profiler.annotate(Runner(Model()), None))
     runner, drafter = Runner(Model()), Drafter()
     names = profiler.annotate(runner, drafter)
     placed = runner.execute_model, Scheduler.schedule, drafter.end_step
     assert profiler.annotate(runner, drafter) == names
     assert (runner.execute_model, Scheduler.schedule, drafter.end_step) == placed
     assert Scheduler.schedule.selfspec_range == "selfspec.schedule"
-
-
-def test_a_baseline_has_no_ranges_of_drafting(front_end):
-    assert not {"selfspec.draft", "selfspec.head", "selfspec.gate"} & set(profiler.annotate(Runner(Model()), None))

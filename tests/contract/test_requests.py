@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm.triton_utils
+from v2_engine import early_exit
 from vllm import SamplingParams
 from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -30,18 +31,11 @@ from selfspec_cli.vllm_plugin.v2 import speculator
 from selfspec_cli.vllm_plugin.v2.round_setup import Ending
 
 
-def drafting(**spec):
-    """The speculative configuration of an engine with early exit, as far as requests are checked against it."""
-    settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4, **spec}, 24)
-    return SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()})
-
-
-def verify(extra_args, **spec):
-    """vLLM's own check of a request's parameters, with ours before it, in an engine of this speculative_config."""
+def verify(extra_args):
+    """vLLM's own check of a request's parameters, with ours before it."""
     asked = []
-    check_requests(lambda self, *arguments: asked.append(self))(
-        SamplingParams(extra_args=extra_args), None, drafting(**spec), None, None
-    )
+    check = check_requests(lambda self, *arguments: asked.append(self))
+    check(SamplingParams(extra_args=extra_args), None, early_exit(), None, None)
     assert asked, "vLLM's own check comes too"
 
 
@@ -71,7 +65,7 @@ def test_what_cannot_be_had_is_answered_with_status_400():
 @pytest.mark.parametrize("said", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {}])
 def test_min_p_and_logit_bias_are_refused_for_other_methods_alone(said):
     check, params = checking(), SamplingParams(**said)
-    check(params, drafting())
+    check(params, early_exit())
     check(params, None)
     assert {name: getattr(params, name) for name in said} == said
     if said:
@@ -81,9 +75,9 @@ def test_min_p_and_logit_bias_are_refused_for_other_methods_alone(said):
 
 def test_what_else_vllm_refuses_beside_drafts_it_refuses_beside_min_p_too():
     with pytest.raises(VLLMValidationError, match="no seed with speculative decoding"):
-        checking(lambda params: params.seed is not None)(SamplingParams(min_p=0.1, seed=3), drafting())
+        checking(lambda params: params.seed is not None)(SamplingParams(min_p=0.1, seed=3), early_exit())
     with pytest.raises(VLLMValidationError, match="out-of-vocab"):
-        checking()(SamplingParams(logit_bias={99: 1.0}), drafting())
+        checking()(SamplingParams(logit_bias={99: 1.0}), early_exit())
 
 
 def checking(refuses=lambda params: False):
@@ -191,11 +185,8 @@ def test_a_chat_without_logprobs_goes_on_without_them():
 # ---- Names of what vLLM streams in a chat, which `selfspec load --chat` counts by what they are: all but the role
 
 
-def test_a_part_of_a_chat_has_a_role_and_what_the_model_wrote():
+def test_parts_of_a_chat_have_the_names_by_which_they_are_counted():
     assert set(DeltaMessage.model_fields) == {"role", "content", "reasoning", "tool_calls"}
-
-
-def test_a_part_of_a_call_has_the_servers_own_id_and_type():
     assert set(DeltaToolCall.model_fields) == {"id", "type", "index", "function"}
     assert set(DeltaFunctionCall.model_fields) == {"name", "arguments"}
 

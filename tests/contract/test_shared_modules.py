@@ -119,13 +119,8 @@ HEADS, DIM, PAGE = 2, 64, 16
 
 def attention(backend="FLASH_ATTN", head_size=DIM, impl=None, sinks=None, **changes):
     """As far as `is_plain` looks at one of vLLM's layers, around FlashAttention itself."""
-    made = flash_attn.FlashAttentionImpl(
-        4,
-        head_size,
-        0.1,
-        HEADS,
-        **{"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **(impl or {})},
-    )
+    usual = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
+    made = flash_attn.FlashAttentionImpl(4, head_size, 0.1, HEADS, **usual | (impl or {}))
     made.sinks = sinks
     own = {
         "attn_backend": SimpleNamespace(get_name=lambda: backend),

@@ -152,12 +152,14 @@ def test_vllms_own_settings_still_work(configured):
     assert config.speculative_config.num_speculative_tokens == settings.width
 
 
-def test_an_engine_without_our_method_has_none_of_our_settings(configured):
-    config = configured()
+@pytest.mark.parametrize("spec", [None, {"method": "ngram", "num_speculative_tokens": 3}], ids=["plain", "ngram"])
+def test_an_engine_without_our_method_has_none_of_our_settings(configured, spec):
+    config = configured(spec)
     assert settings_of(config) is None
     assert collects(config) == ()
     assert not config.parallel_config.worker_extension_cls
     assert "selfspec" not in str(config.additional_config)
+    assert config.speculative_config is None if spec is None else config.speculative_config.method == "ngram"
 
 
 def test_a_model_that_drafts_would_spoil_is_refused(configured, monkeypatch):
@@ -180,12 +182,6 @@ def test_a_model_that_vllm_takes_for_another_draft_is_its_own(configured, folder
     assert spec.method == "draft_model" and spec.uses_draft_model() and not spec.use_eagle()
     assert spec.draft_model_config.architectures == config.model_config.architectures
     assert spec.num_speculative_tokens == settings_of(config).k
-
-
-def test_other_methods_stay_vllms(configured):
-    config = configured({"method": "ngram", "num_speculative_tokens": 3})
-    assert settings_of(config) is None
-    assert config.speculative_config.method == "ngram"
 
 
 @pytest.mark.parametrize(
@@ -358,6 +354,13 @@ def test_a_layer_that_the_checkpoint_was_trained_to_exit_after(facts, value, lay
     assert facts(early_exit_layer=value).exit_layer == layer
 
 
+def scheme(bits, others):
+    """Of compressed-tensors: weights have these bits, activations and caches have others."""
+    other = {"num_bits": others}
+    group = {"input_activations": other, "weights": {"num_bits": bits}, "output_activations": other}
+    return {"config_groups": {"group_0": group}, "kv_cache_scheme": other}
+
+
 @pytest.mark.parametrize(
     ("method", "config", "bits"),
     [
@@ -368,18 +371,12 @@ def test_a_layer_that_the_checkpoint_was_trained_to_exit_after(facts, value, lay
         ("gguf", None, 4),
         ("bitsandbytes", {"load_in_4bit": True}, 4),
         ("mxfp4", None, 4),
-        ("compressed-tensors", {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}}, 4),
+        ("compressed-tensors", scheme(4, others=16), 4),
+        ("compressed-tensors", scheme(8, others=4), 8),
     ],
 )
 def test_bits_of_the_weights(method, config, bits):
     assert bits_of(method, config) == bits
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_weights_have_their_own_bits_where_activations_or_caches_have_others(bits):
-    weights, other = {"num_bits": bits}, {"num_bits": 16 if bits == 4 else 4}
-    group = {"input_activations": other, "weights": weights, "output_activations": other}
-    assert bits_of("compressed-tensors", {"config_groups": {"group_0": group}, "kv_cache_scheme": other}) == bits
 
 
 def test_the_parameters_of_a_mixture_are_those_of_all_its_experts():

@@ -6,30 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.v2 import device_loop, step_times
 
 KV_TOKEN, RATE = 4096.0, 4e12
 
 
-def engine(**changes):
-    """A VllmConfig, as far as its times depend on it. changes: of the engine, or of the draft's settings."""
-    requests, longest = changes.pop("max_num_seqs", 100), changes.pop("max_model_len", 4096)
-    cache = changes.pop("cache_dtype", "auto")
-    settings = ResolvedSettings.from_user({"gate": "auto", "num_speculative_tokens": 4, **changes}, 24)
-    return SimpleNamespace(
-        speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}),
-        additional_config=None,
-        model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(to_dict=lambda: {"layers": 24}), dtype="bfloat16", max_model_len=longest
-        ),
-        cache_config=SimpleNamespace(cache_dtype=cache),
-        scheduler_config=SimpleNamespace(max_num_seqs=requests),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        compilation_config=SimpleNamespace(cudagraph_mode="FULL"),
-        attention_config=SimpleNamespace(backend=None),
-    )
+@pytest.fixture
+def engine(configured):
+    """Make the configuration of an engine, some arguments of vLLM's and keys of its speculative_config given."""
+
+    def config(max_num_seqs=100, max_model_len=256, cache_dtype="auto", **spec):
+        spec = {"method": "layer_skip", "gate": "auto", "num_speculative_tokens": 4, **spec}
+        made = configured(spec, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        made.cache_config.cache_dtype = cache_dtype
+        return made
+
+    return config
 
 
 def graph(*what):
@@ -62,7 +54,7 @@ def measured(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("changes", "attended"), [({}, math.inf), ({"draft_window": 64}, 64.0)])
 def test_the_graphs_of_batch_sizes_and_of_a_full_engine_are_timed_and_the_scheduler_reads_the_same(
-    measured, changes, attended
+    measured, engine, changes, attended
 ):
     config = engine(**changes)
     assert measured.known(config) is None
@@ -74,26 +66,26 @@ def test_the_graphs_of_batch_sizes_and_of_a_full_engine_are_timed_and_the_schedu
     assert measured.known(config) == times
 
 
-def test_what_was_measured_before_is_not_measured_again(measured):
+def test_what_was_measured_before_is_not_measured_again(measured, engine):
     times = measured.measure(engine())
     count = len(measured.replayed)
     assert measured.measure(engine()) == times and len(measured.replayed) == count
-    others = [engine(max_num_seqs=64), engine(num_speculative_tokens=3), engine(draft_weights="int4")]
-    others += [engine(max_model_len=65536), engine(cache_dtype="fp8")]  # what drafts attend to depends on these
+    others = [engine(max_num_seqs=64), engine(num_speculative_tokens=3), engine(draft_weights="int8")]
+    others += [engine(max_model_len=128), engine(cache_dtype="fp8")]  # what drafts attend to depends on these
     for number, other in enumerate(others, 2):
         assert measured.known(other) is None
         measured.measure(other)
         assert len(list(measured.folder.iterdir())) == number
 
 
-def test_an_engine_without_graphs_has_no_times_and_leaves_no_file(measured):
+def test_an_engine_without_graphs_has_no_times_and_leaves_no_file(measured, engine):
     assert measured.measure(engine(), decodes=()) is None
     assert measured.measure(engine(), decodes=(4,)) is None  # no plain step
     assert measured.measure(engine(), drafts=()) is None
     assert not measured.replayed and not measured.folder.exists()
 
 
-def test_a_file_that_was_cut_short_counts_as_none(measured):
+def test_a_file_that_was_cut_short_counts_as_none(measured, engine):
     measured.measure(engine())
     (file,) = measured.folder.iterdir()
     file.write_text(file.read_text()[:20])
@@ -110,7 +102,7 @@ def test_a_graph_that_does_not_end_is_named_and_the_engine_does_not_wait_for_eve
         step_times._seconds("a draft step of 48 requests", step_times.Replay(lambda: None))
 
 
-def test_without_layers_that_draft_a_draft_step_takes_no_time(measured):
+def test_without_layers_that_draft_a_draft_step_takes_no_time(measured, engine):
     decodes = {0: {1: graph("plain", 1e-3)}}
     times = step_times.measure(engine(draft_weights="none", free_drafts=4), decodes, None, KV_TOKEN, math.inf, 0.0)
     assert times is not None and times.draft_step(64) == 0.0

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scipy import stats
+from v2_engine import early_exit
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample import thinking_budget_state
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor, build_logitsprocs
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, build_logitsprocs
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.logits_processor.state import LogitsProcessors
@@ -18,8 +19,6 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler, apply_sampling_co
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.v1.sampling import (
     Budgets,
     _with_drafts_counted,
@@ -148,28 +147,21 @@ def update(added=(), moved=(), batch_size=4):
     return BatchUpdate(batch_size=batch_size, removed=[], added=list(added), moved=list(moved))
 
 
-def processors_of(params, custom=()):
-    """vLLM's processors, as an engine with early exit has them, of requests with these parameters, in rows 0, 1, ..."""
-    settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4}, 24)
+def not_drafted(params, *custom):
+    """Rows of a batch of requests with these parameters that draft nothing, in an engine with these custom processors
+    as well as vLLM's."""
     config = SimpleNamespace(
-        speculative_config=SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()}),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        speculative_config=early_exit(), scheduler_config=SimpleNamespace(max_num_seqs=len(params))
     )
     given = (config, torch.device("cpu"), False, False, custom)
     if custom:
         with pytest.raises(ValueError, match="Custom logits processors are not supported when speculative decoding is"):
             build_logitsprocs(*given)
-    built = build_all(build_logitsprocs)(*given)
+    processors = build_all(build_logitsprocs)(*given)
     added = [(row, each, [], [7]) for row, each in enumerate(params)]
-    for one in built.all:
+    for one in processors.all:
         one.update_state(update(added, batch_size=len(params)))
-    return built
-
-
-def not_drafted(params, *custom):
-    """Rows of a batch of requests with these parameters that draft nothing."""
     requests = {f"r{row}": SimpleNamespace(sampling_params=each) for row, each in enumerate(params)}
-    processors = processors_of(params, custom)
     return not_to_draft(SimpleNamespace(logitsprocs=processors, req_ids=[*requests], num_reqs=len(params)), requests)
 
 
@@ -203,18 +195,8 @@ def test_only_requests_without_a_custom_processor_are_drafted_for():
         def new_req_logits_processor(self, params):
             return (lambda written, logits: logits) if params.extra_args else None
 
-    class OfAll(LogitsProcessor):
-        def __init__(self, *_):
-            pass
-
-        def is_argmax_invariant(self):
-            return False
-
-        def update_state(self, batch_update):
-            pass
-
-        def apply(self, logits):
-            return logits
+    class OfAll(MinTokensLogitsProcessor):
+        """No adapter, so that nobody knows which requests it acts on."""
 
     params = [SamplingParams(), SamplingParams(extra_args={"avoid": 1}), SamplingParams()]
     assert not_drafted(params) == set()

@@ -1,19 +1,17 @@
-"""How wide the V2 scheduler plans its verify passes, and the decode graphs there are for it; starts no engine."""
+"""How wide verify passes are planned for the V2 scheduler, and the decode graphs there are; starts no engine."""
 
 from types import SimpleNamespace
 
 import pytest
+from v2_engine import K, early_exit, settings
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
-from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 from selfspec_cli.vllm_plugin.hooks import capture_every_width
 from selfspec_cli.vllm_plugin.v2 import graphs
 from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
-from selfspec_cli.vllm_plugin.v2.scheduling import hear_verdicts, plan_drafts, planner_of
 from selfspec_cli.vllm_plugin.v2.widths import (
     MOST,
     WidthPlanner,
@@ -24,12 +22,6 @@ from selfspec_cli.vllm_plugin.v2.widths import (
     request_counts,
     widths,
 )
-
-K = 4
-
-
-def settings(**spec):
-    return ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": K, **spec}, 24)
 
 
 def planner(**spec):
@@ -147,15 +139,11 @@ def test_where_every_request_opts_out_nothing_is_planned_and_a_shorter_wish_take
     requests |= running(c=10)
     assert width_after(plan, step(requests, new=[("c", {"selfspec_k": 1})]), requests) == 2
     requests |= running(d=10)
-    assert width_after(plan, step(requests, new=[("d", None)]), requests) == 4
+    beyond_k = {"selfspec_k": 99}  # came past the check, and counts for nothing
+    assert width_after(plan, step(requests, new=[("d", beyond_k)]), requests) == 4
     del requests["c"], requests["d"]
     assert width_after(plan, step(requests, finished=["c", "d"]), requests) == 0
     assert set(plan._own) == {"a", "b"}
-
-
-def test_a_wish_that_came_past_the_check_counts_for_nothing():
-    plan, requests = planner(), running(a=10)
-    assert width_after(plan, step(requests, new=[("a", {"selfspec_k": 99})]), requests) == K
 
 
 def test_without_acceptance_nothing_is_planned():
@@ -232,61 +220,6 @@ def test_totals_by_position_are_joined_with_those_before():
     assert heard == [([4, 3, 0, 0], [3, 1, 0, 0]), ([5, 2, 1, 0], [2, 1, 1, 0])]
 
 
-# ---- what the scheduler does with it ---------------------------------------------------------------------------------
-
-
-class Scheduler:
-    """In place of vLLM's: plans one token of each request, and advances none."""
-
-    use_v2_model_runner = True
-
-    def __init__(self, **spec):
-        config = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()})
-        model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=24))
-        self.vllm_config = SimpleNamespace(speculative_config=config, additional_config=None, model_config=model)
-        self.scheduler_config = SimpleNamespace(max_num_seqs=8)
-        self.requests, self.dynamic_sd_lookup = running(a=10), None
-
-    def schedule(self, **more):
-        return step(self.requests, **more)
-
-    def make_spec_decoding_stats(self, stats, num_draft_tokens, num_accepted_tokens, num_invalid, request_id):
-        return request_id
-
-
-def advance(scheduler, **more):
-    return plan_drafts(Scheduler.schedule)(scheduler, **more).num_spec_tokens_to_schedule
-
-
-def test_the_scheduler_hands_out_what_was_planned_and_pads_new_requests_only_to_the_full_width():
-    scheduler = Scheduler(length_table="2:0")
-    assert advance(scheduler) == K
-    assert scheduler.dynamic_sd_lookup is None
-    scheduler.requests |= running(b=10)
-    assert advance(scheduler) == 0
-    assert scheduler.dynamic_sd_lookup == [0] * 9
-    scheduler.requests.pop("b")
-    assert advance(scheduler, finished=["b"]) == K
-    assert scheduler.dynamic_sd_lookup is None
-
-
-def test_other_schedulers_are_left_alone():
-    scheduler = Scheduler()
-    scheduler.use_v2_model_runner = False
-    assert advance(scheduler) == K
-    plain = Scheduler()
-    plain.vllm_config = SimpleNamespace(speculative_config=None, additional_config=None)
-    assert advance(plain) == K
-
-
-def test_verdicts_reach_the_planner_of_their_scheduler():
-    one, other = Scheduler(gate="auto"), Scheduler(gate="auto")
-    hear = hear_verdicts(Scheduler.make_spec_decoding_stats)
-    assert hear(one, None, num_draft_tokens=4, num_accepted_tokens=3, num_invalid=None, request_id="a") == "a"
-    assert planner_of(one)._accepted == [1, 3]
-    assert planner_of(other)._accepted == [0, 0]
-
-
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
@@ -294,10 +227,9 @@ def manager(spec, **more):
     """vLLM's manager with our widths, as far as it plans its captures."""
     kind = with_every_width(ModelCudaGraphManager)
     made = kind.__new__(kind)
-    speculative = None
-    if spec is not None:
-        values = {SETTINGS_KEY: settings(**spec).to_dict(), "uses_dynamic_speculative_decoding": lambda: False}
-        speculative = SimpleNamespace(**values)
+    speculative = None if spec is None else early_exit(**spec)
+    if speculative is not None:
+        speculative.uses_dynamic_speculative_decoding = lambda: False
     heads = SimpleNamespace(get_num_attention_heads=lambda parallel: 32, get_num_kv_heads=lambda parallel: 8)
     made.vllm_config = SimpleNamespace(
         speculative_config=speculative,
@@ -365,16 +297,8 @@ def test_a_verify_pass_is_timed_on_the_inputs_that_its_graph_was_captured_with(m
             assert asked.pop() == ((requests, requests * (1 + width)), inputs)
 
 
-@pytest.mark.parametrize("requests", [1, 3, 8])
-def test_a_step_without_drafts_replays_the_graph_that_plain_vllm_would(requests):
-    plain = manager(None, decode_query_len=1)
-    drafting = manager({"length_table": "4:2"})
-    assert graph_of(drafting, requests, 0) == graph_of(plain, requests, 0)
-    assert graph_of(drafting, requests, 0)[0] == "FULL"
-
-
 def test_there_is_a_full_graph_for_every_width_where_the_table_has_it_and_for_no_other():
-    drafting = manager({"length_table": "4:2"})
+    drafting, plain = manager({"length_table": "4:2"}), manager(None, decode_query_len=1)
     for requests in range(1, 9):
         for width in (4, 2, 0):
             mode, tokens, uniform = graph_of(drafting, requests, width)
@@ -384,6 +308,8 @@ def test_there_is_a_full_graph_for_every_width_where_the_table_has_it_and_for_no
                 assert (mode, uniform) == ("FULL", width + 1)
                 assert tokens >= requests * (width + 1)
         assert graph_of(drafting, requests, 3)[::2] == ("FULL", None)
+    for requests in (1, 3, 8):
+        assert graph_of(drafting, requests, 0) == graph_of(plain, requests, 0)
 
 
 def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_where_all_are_short():
@@ -478,11 +404,10 @@ def sizes_of(own, max_num_seqs, capture=None, most=None, drafts=True, **spec):
             self.compilation_config.cudagraph_capture_sizes = own
             self.compilation_config.max_cudagraph_capture_size = own[-1] if own else 0
 
-    speculative = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()}) if drafts else None
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=capture, max_cudagraph_capture_size=most),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
-        speculative_config=speculative,
+        speculative_config=early_exit(**spec) if drafts else None,
         additional_config=None,
         use_v2_model_runner=True,
     )
@@ -502,6 +427,7 @@ def test_graphs_reach_as_far_as_256_requests_draft():
     # A table says which of these sizes are captured, and does not change them; more requests have no more.
     assert sizes_of(own, 256, length_table="97:2 200:0") == wide == sizes_of(own, 1024)
     assert sizes_of([], 256) == []  # no graphs at all
+    assert sizes_of([1, 512], 256, capture=[1, 8]) == [1, 8]  # the user's
 
 
 def test_mixed_batches_are_padded_by_no_more_than_an_eighth():
@@ -512,10 +438,6 @@ def test_mixed_batches_are_padded_by_no_more_than_an_eighth():
         following = min(one for one in chosen if one >= size)
         assert 8 * following <= 9 * size or following == size
     assert mixed_sizes([]) == []
-
-
-def test_sizes_and_limits_of_the_user_stay():
-    assert sizes_of([1, 512], 256, capture=[1, 8]) == [1, 8]
 
 
 def test_the_most_requests_of_a_width():

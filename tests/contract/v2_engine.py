@@ -1,4 +1,4 @@
-"""Requests, and a model runner of arithmetic for vLLM's own scheduler: what the V2 runner does, without a GPU."""
+"""Settings, requests, and a model runner of arithmetic for vLLM's scheduler: what the V2 runner does without a GPU."""
 
 import queue
 import random
@@ -8,7 +8,20 @@ from types import SimpleNamespace
 
 import torch
 
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+
 K, MOST, BLOCK, LEN = 4, 8, 16, 256
+
+
+def settings(**spec):
+    """Those of an engine of 24 layers with these keys of a speculative_config."""
+    return ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": K, **spec}, 24)
+
+
+def early_exit(**spec):
+    """The speculative configuration of such an engine, as far as the plugin reads it."""
+    return SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()})
 
 
 class Runner:
@@ -44,7 +57,7 @@ class Runner:
             self.known[name] = [computed + stood, computed + stood + 1]
             width = output.num_spec_tokens_to_schedule
             self.made[name] = min(width, self.asked.get(name, K))
-        if all(decoding):
+        if names and all(decoding):
             places = {len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names}
             self.lengths.append((len(names), places))
         return ModelRunnerOutput(names, {name: place for place, name in enumerate(names)}, sampled)
@@ -86,11 +99,11 @@ class Tokens:
         return self.left < 0
 
 
-def engine_of(scheduler, first, rate=0.7, asked=None, late=2):
+def engine_of(scheduler, first=False, rate=0.7, asked=None, late=2):
     """An engine core over `scheduler`, and its reader. first: what its orders are. log: of launches and readings."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+    from vllm.v1.outputs import DraftTokenIds
 
     from selfspec_cli.vllm_plugin.v2 import step_order
 
@@ -114,12 +127,15 @@ def engine_of(scheduler, first, rate=0.7, asked=None, late=2):
     core, log = Core(), []
     core.runner, core.log, core.scheduler = Runner(rate, asked or {}), log, scheduler
     core.batch_queue, core.batch_queue_size, core.aborts_queue = deque(maxlen=2), 2, queue.Queue()
-    core.is_mm_encoder_only = core.is_pooling_model = core.check_for_draft_tokens = False
+    core.is_mm_encoder_only = core.is_pooling_model = False
+    core.async_scheduling = scheduler.scheduler_config.async_scheduling
+    core.check_for_draft_tokens = not core.async_scheduling
     core.input_queue, core.looked = queue.Queue(), lambda: None
 
     def execute_model(scheduled, non_block):
         log.append("launch" if scheduled.num_scheduled_tokens else "nothing")
-        core.answer = core.runner.step(scheduled) if scheduled.num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
+        core.answer, width = core.runner.step(scheduled), scheduled.num_spec_tokens_to_schedule
+        core.drafts = DraftTokenIds(core.answer.req_ids, [[-1] * width for _ in core.answer.req_ids])
         return SimpleNamespace(result=lambda answer=core.answer: answer, done=lambda: True)
 
     def sample_tokens(grammar, non_block):
@@ -134,13 +150,37 @@ def engine_of(scheduler, first, rate=0.7, asked=None, late=2):
     speculator = SimpleNamespace(clock=step_order.DraftClock(torch.device("cpu")))
     worker = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
     core.model_executor = SimpleNamespace(
-        execute_model=execute_model, sample_tokens=sample_tokens, driver_worker=worker
+        execute_model=execute_model,
+        sample_tokens=sample_tokens,
+        take_draft_token_ids=lambda: core.drafts,
+        driver_worker=worker,
     )
     core.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=1))
-    core.step_fn = core.step_with_batch_queue
+    core.step_fn = core.step_with_batch_queue if core.async_scheduling else core.step
     reader = step_order.reader_of(core)
     reader._orders = defaultdict(lambda: step_order.Order(first=first))
     return core, reader
+
+
+def run(core, requests=(), every=3):
+    """Steps until all have ended; a request arrives every few steps. Tokens of each."""
+    waiting, live, turn = deque(requests), {}, 0
+    while waiting or core.scheduler.has_requests() or core.batch_queue:
+        if waiting and turn % every == 0:
+            name, prompt, most, extra = waiting.popleft()
+            live[name] = add(core.scheduler, name, prompt, most, extra)
+        _, worked = core.step_fn()
+        core.post_step(worked)
+        assert worked or not core.scheduler.requests  # else vLLM sleeps
+        turn += 1
+        assert turn < 9000
+    return {name: len(request.output_token_ids) for name, request in live.items()}
+
+
+def serve(scheduler, requests):
+    """Run requests (name, prompt tokens, output tokens, extra_args) to their end; runner, and tokens of each."""
+    core, _ = engine_of(scheduler, asked=asked_of(requests))
+    return core.runner, run(core, requests)
 
 
 def alternating():

@@ -43,23 +43,6 @@ class Source(admission.Source):
         assert node is not None, f"there is no {target}"
         return ast.unparse(node)
 
-    def imported_with(self, module: str) -> set[str]:
-        """Modules of vLLM that importing `module` imports, however far down."""
-        seen: set[str] = set()
-        waiting = [module]
-        while waiting:
-            one = waiting.pop()
-            if one in seen or not one.startswith("vllm") or self.file(one) is None:
-                continue
-            seen.add(one)
-            for node in admission.top_level(self.tree(one), type_checking=False):
-                if isinstance(node, ast.Import):
-                    waiting += [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom):
-                    origin = self.absolute(one, node)
-                    waiting += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
-        return seen
-
 
 def sources() -> Path:
     """The folder that holds one folder a release."""

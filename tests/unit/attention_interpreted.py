@@ -28,15 +28,16 @@ def wanted(query, key, value, cache, table, length, scale=None):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads", "shared", "dim", "programs"),
+    ("lengths", "heads", "shared", "dim", "programs", "at_once"),
     [
-        ([1, 17, 64], 2, 4, 32, 4),  # one program a request
-        ([200, 33, 0, 129], 2, 3, 32, 256),  # several, and a closed request
-        ([90, 300], 1, 1, 64, 4),  # fewer programs than would have work
-        ([40], 3, 20, 16, 1),  # more query heads than the least rows
+        ([1, 17, 64], 2, 4, 32, 4, 32),  # one program a request
+        ([200, 33, 0, 129], 2, 3, 32, 256, 32),  # several, and a closed request
+        ([90, 300], 1, 1, 64, 4, 32),  # fewer programs than would have work
+        ([40], 3, 20, 16, 1, 32),  # more query heads than the least rows
+        ([300], 2, 2, 16, one_query.PROGRAMS, None),  # in the setting that one request has
     ],
 )
-def test_one_token_attends_to_its_whole_context(monkeypatch, lengths, heads, shared, dim, programs):
+def test_one_token_attends_to_its_whole_context(monkeypatch, lengths, heads, shared, dim, programs, at_once):
     monkeypatch.setattr(one_query, "PROGRAMS", programs)
     draw = torch.Generator().manual_seed(len(lengths))
     n = len(lengths)
@@ -52,7 +53,7 @@ def test_one_token_attends_to_its_whole_context(monkeypatch, lengths, heads, sha
     slots[seq_lens == 0] = -1
     before = cache.clone()
     out = torch.empty(n, shared * heads * dim)
-    one_query.attend(query, key, value, cache, table, seq_lens, slots, dim**-0.5, out, at_once=32)
+    one_query.attend(query, key, value, cache, table, seq_lens, slots, dim**-0.5, out, at_once)
     got = out.unflatten(1, (-1, dim))
     assert one_query.fits(cache, heads, dim)
     for row, length in enumerate(lengths):
@@ -81,16 +82,6 @@ def test_settings_follow_requests_heads_and_room(monkeypatch):
     assert usual(33, 2, 64) == (*one_query.SEVERAL, 2)  # more than was measured
     monkeypatch.setattr(one_query, "has_room", lambda device: False)
     assert usual(1, 8, 64) == (*one_query.SEVERAL, 32)
-
-
-def test_one_request_in_the_setting_that_it_has():
-    query, key, value = torch.randn(1, 4, 16), torch.randn(1, 2, 16), torch.randn(1, 2, 16)
-    cache, table = torch.randn(20, 2, PAGE, 32), torch.randperm(20)[None].int()
-    expected = wanted(query[0], key[0], value[0], cache.clone(), table[0], 300)
-    out = torch.empty(1, 64)
-    lengths, slots = torch.tensor([300]).int(), table[0, 299 // PAGE].long()[None] * PAGE + 299 % PAGE
-    one_query.attend(query, key, value, cache, table, lengths, slots, 0.25, out)
-    torch.testing.assert_close(out.unflatten(1, (4, 16))[0], expected, rtol=2e-3, atol=2e-3)
 
 
 class Impl:

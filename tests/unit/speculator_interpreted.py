@@ -28,7 +28,7 @@ from selfspec_cli.vllm_plugin.v2.runner import tell_speculator, with_short_draft
 
 K, VOCAB, REQUESTS = 4, 40, 3
 WINDOW, BLOCK = 16, 4  # tokens
-BY_BATCH_SIZE = [[1, 1, 4], [2, 2, 2], [3, 3, 0]]
+BY_BATCH_SIZE = [[1, 1, 4], [2, 2, 2], [3, 3, 0]]  # draft lengths
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +47,6 @@ def config(tmp_path_factory):
         ).create_engine_config()
 
     return create
-
-
-@pytest.fixture(scope="module")
-def plain(config):
-    """One length for every batch size."""
-    return config()
-
-
-@pytest.fixture(scope="module")
-def scheduled(config):
-    """A length for each batch size."""
-    return config(num_speculative_tokens_per_batch_size=BY_BATCH_SIZE)
 
 
 def start(config):
@@ -94,8 +82,8 @@ def verified(requests, invalid=None):
     return None if found is None else found.int().tolist()
 
 
-def test_two_engines_in_one_process_verify_their_own_drafts(plain):
-    (one, its_requests), (other, other_requests) = start(plain), start(plain)
+def test_two_engines_in_one_process_verify_their_own_drafts(config):
+    (one, its_requests), (other, other_requests) = start(config()), start(config())
     one.state.lengths[:] = torch.tensor([2, 0, 0])
     other.state.lengths[:] = torch.tensor([0, 1, 0])
     assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
@@ -106,13 +94,8 @@ def test_two_engines_in_one_process_verify_their_own_drafts(plain):
     )
     assert verified(without) is None
     assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
-
-
-def test_drafts_that_a_grammar_forbids_stay_forbidden(plain):
-    speculator, requests = start(plain)
-    speculator.state.lengths[:] = torch.tensor([2, 1, 0])
-    forbidden = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool)
-    assert verified(requests, forbidden) == [0, 1, 1, 0, 0, 1]
+    by_a_grammar = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool)  # forbidden, which they stay
+    assert verified(its_requests, by_a_grammar) == [0, 1, 1, 0, 1, 1]
 
 
 # ---- a draft length for each batch size -----------------------------------------------------------------------------
@@ -139,9 +122,9 @@ class Graphs:
 
 
 @pytest.fixture
-def drafting(scheduled, monkeypatch):
+def drafting(config, monkeypatch):
     """A speculator whose graphs are captured, with a loop that ends on the device."""
-    speculator, _ = start(scheduled)
+    speculator, _ = start(config(num_speculative_tokens_per_batch_size=BY_BATCH_SIZE))
     speculator.decode_cudagraph_manager = Graphs(speculator)
     speculator.supports_decode_metadata_update, speculator._loop = True, object()
     speculator._warm, speculator.attn_groups = True, []
@@ -419,13 +402,13 @@ def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_wit
     assert counted == [True, False]
 
 
-def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, plain):
+def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, config):
     assert not drafting._length_is_captured
     drafting._loop = None
     assert drafting._length_is_captured
     drafting.supports_decode_metadata_update = False  # a graph of one step, replayed as often as there are drafts
     assert not drafting._length_is_captured
-    unscheduled, _ = start(plain)
+    unscheduled, _ = start(config())
     unscheduled.supports_decode_metadata_update = True
     assert not unscheduled._length_is_captured
 

@@ -1,7 +1,5 @@
-"""What the V2 runner records of a verdict, and the text of the device function of every gate's statistic, run as plain
-Python with torch for Triton."""
+"""What the V2 runner records of a verdict, and what is counted while it drafts."""
 
-import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +9,7 @@ from selfspec_faults import speed, spoil
 
 from selfspec_cli.early_exit.counters import INVARIANTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import GATES, device_features
+from selfspec_cli.early_exit.gates import device_features
 from selfspec_cli.vllm_plugin.observe.watch import Watch, _Leaving
 from selfspec_cli.vllm_plugin.overrides import overriding
 from selfspec_cli.vllm_plugin.v2.runner import with_short_drafts
@@ -68,41 +66,7 @@ def test_an_engine_without_lengths_verifies_as_it_did():
     assert overriding(Original, {"__call__": with_short_drafts})()(*given) == given
 
 
-# ---- the text of the statistics --------------------------------------------------------------------------------------
-
-
-LANGUAGE = SimpleNamespace(
-    float32=torch.float32,
-    full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
-    where=torch.where,
-    load=lambda place, mask, other: BEFORE[place] if mask else other,
-)
-BEFORE = [9.0, 0.5, 9.0]  # what each gate's statistic was at the step before
-
-
-@pytest.fixture
-def of_statistics():
-    pytest.importorskip("triton")
-    from selfspec_cli.vllm_plugin.v2 import worth as statistics
-
-    return statistics
-
-
-@pytest.mark.parametrize(("later", "survival"), [(True, 0.25 * 0.5), (False, 0.25)])
-def test_each_gate_has_its_own_column_and_a_cumulative_one_reads_the_step_before(of_statistics, later, survival):
-    names = {"triton": SimpleNamespace(jit=lambda function: function), "tl": LANGUAGE}
-    exec(of_statistics.source([GATES["entropy"], GATES["survival"], GATES["maxp"]]), names)
-    draft = {"confidence": 0.25, "second": 0.2, "entropy": 1.5, "varentropy": 2.0, "logit": 3.0, "logsumexp": 4.0}
-    values = names["statistics"](torch.arange(4), **draft, before=0, later=later)
-    assert values.tolist() == [1.5, survival, 0.25, 0.0]
-
-
-def test_triton_finds_the_text_of_what_it_compiles(of_statistics):
-    text = of_statistics.source(GATES[name] for name in of_statistics.FEATURES)
-    assert inspect.getsource(of_statistics.compiled(text).fn) == text
-
-
-# ---- what is counted while the V2 runner drafts, and what is planted there, on stand-ins: its device is a GPU else----
+# ---- what is counted while it drafts, and what is planted there, on stand-ins: its device is a GPU otherwise ---------
 
 
 K = 3
@@ -152,23 +116,20 @@ def counted(change=lambda runner: None, drafted=(0, 3), temperature=0.0, steps=C
     return {name: count for name, count in found["measured"].items() if count}
 
 
-def test_a_round_as_it_should_be_counts_nothing():
-    assert counted() == {}
-
-
 @pytest.mark.parametrize(
-    ("name", "count", "more"),
+    ("counts", "more"),
     [
-        ("finished_rows", 1, {"drafted": (2, 3)}),
-        ("sampled_rows", 2, {"temperature": 0.8}),
-        ("eager_steps", 1, {"steps": CUDAGraphMode.NONE}),
-        ("eager_steps", 1, {"change": speed.eager_step}),
-        ("unrolled_rounds", 1, {"change": lambda runner: setattr(runner.speculator, "_loop", None)}),
-        ("closed_rows", 1, {"change": lambda runner: runner.speculator.input_buffers.seq_lens[:1].fill_(50)}),
+        ({}, {}),
+        ({"finished_rows": 1}, {"drafted": (2, 3)}),
+        ({"sampled_rows": 2}, {"temperature": 0.8}),
+        ({"eager_steps": 1}, {"steps": CUDAGraphMode.NONE}),
+        ({"eager_steps": 1}, {"change": speed.eager_step}),
+        ({"unrolled_rounds": 1}, {"change": lambda runner: setattr(runner.speculator, "_loop", None)}),
+        ({"closed_rows": 1}, {"change": lambda runner: runner.speculator.input_buffers.seq_lens[:1].fill_(50)}),
     ],
 )
-def test_each_is_counted_by_itself(name, count, more):
-    assert counted(**more) == {name: count}
+def test_each_is_counted_by_itself(counts, more):
+    assert counted(**more) == counts
 
 
 def test_a_lost_draft_leaves_one_token_of_each_request_and_comes_out_again():

@@ -26,13 +26,14 @@ def run(*command: str, packages: tuple[str, ...] = (), **environment: str) -> st
     return done.stdout
 
 
-def interpreted(*files: str) -> str:
+def interpreted(*files: str, words: tuple[str, ...] = ("-q",), packages: tuple[str, ...] = ()) -> str:
     """What pytest prints of some files of this folder, in one process, for importing PyTorch takes longer than most."""
-    return pytest_interpreted("-q", *(str(HERE / f"{name}_interpreted.py") for name in files))
+    paths = [str(HERE / f"{name}_interpreted.py") for name in files]
+    return run("-m", "pytest", "-p", "bounds", *words, *paths, packages=packages, TRITON_INTERPRET="1")
 
 
-def pytest_interpreted(*words: str, packages: tuple[str, ...] = ()) -> str:
-    return run("-m", "pytest", "-p", "bounds", *words, packages=packages, TRITON_INTERPRET="1")
+def for_cuda(*names: str, packages: tuple[str, ...] = ()) -> str:
+    return run(str(HERE / "kernels_for_cuda.py"), *names, packages=packages)
 
 
 def test_the_kernels_how_much_is_drafted_and_every_setting_of_a_kernel_in_tritons_interpreter():
@@ -51,17 +52,12 @@ def test_every_kernel_compiles_for_cuda_as_it_is_meant_to():
     for_cuda(*names, *(["attention"] if HAS_VLLM else []), "ahead")
 
 
-def for_cuda(*names: str, packages: tuple[str, ...] = ()) -> str:
-    return run(str(HERE / "kernels_for_cuda.py"), *names, packages=packages)
-
-
 def test_the_kernels_with_twelve_gates():
     """Every statistic of three packages, in one more power of two than eight."""
-    tests = str(HERE / "kernels_interpreted.py")
-    others = "ratio or doubt or peak or energy or surprise or spread or survival"
-    selected = f"statistics_equal or gates_open and ({others})"
-    printed = pytest_interpreted("-v", tests, "-k", selected, packages=("toy", "more_gates"))
-    for gate in ("ratio", "doubt", "peak", "energy", "surprise", "spread", "survival"):
+    others = ["ratio", "doubt", "peak", "energy", "surprise", "spread", "survival"]
+    selected = f"statistics_equal or gates_open and ({' or '.join(others)})"
+    printed = interpreted("kernels", words=("-v", "-k", selected), packages=("toy", "more_gates"))
+    for gate in others:
         assert f"test_gates_open_where_the_plain_rule_does[{gate}] PASSED" in printed
 
 

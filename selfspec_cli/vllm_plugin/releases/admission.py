@@ -237,17 +237,17 @@ def assigned_on_self(node: ast.AST) -> set[str]:
     }
 
 
-def top_level(tree: ast.Module, type_checking: bool = True) -> Iterator[ast.stmt]:
+def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
     """Statements that run when the module is imported, those of conditions and of try included."""
     waiting: list[ast.stmt] = list(tree.body)
     while waiting:
         node = waiting.pop(0)
-        if isinstance(node, ast.If) and (type_checking or "TYPE_CHECKING" not in ast.unparse(node.test)):
+        if isinstance(node, ast.If):
             waiting = [*node.body, *node.orelse, *waiting]
         elif isinstance(node, ast.Try):
             handlers = [part for handler in node.handlers for part in handler.body]
             waiting = [*node.body, *handlers, *node.orelse, *waiting]
-        elif not isinstance(node, ast.If):
+        else:
             yield node
 
 

@@ -107,7 +107,7 @@ async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
         status, found, _ = await on.post(ONCE, **{"X-Selfspec-Polcy": "fixed"})
         assert (status, "did you mean 'policy'" in found["error"]["message"]) == (400, True)
         status, found, _ = await on.post({**ONCE, "model": "tyo"})
-        assert status == 404
+        assert (status, found["error"]["code"]) == (404, "model_not_found")
         assert found["error"]["message"] == "model 'tyo' is not known; allowed: toy; did you mean 'toy'?"
 
 
@@ -170,9 +170,6 @@ async def test_wishes_of_a_request(tmp_path):
         turn = ONCE | {"selfspec": {"policy": "round_robin"}}
         used = [(await on.post(turn))[2]["x-selfspec-backend"] for _ in range(4)]
         assert sorted(used) == ["a", "a", "b", "b"]
-        _, _, headers = await on.post({**ONCE, "model": "auto"})
-        assert headers["x-selfspec-backend"] == "a"
-        assert on.fakes["a"].asked[-1]["model"] == "toy"
         assert [row["reason"] for row in await on.rows()][:2] == ["asked_for", "turn"]
 
 
@@ -289,11 +286,9 @@ async def test_the_key_is_looked_at_before_the_body(tmp_path, path):
         assert on.gateway.memory.held == 0
 
 
-async def test_heads_that_are_too_large_or_too_slow_are_refused(tmp_path, monkeypatch):
+async def test_heads_that_are_too_long_or_too_slow_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
     async with running([Fake("a")], tmp_path) as on:
-        large = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"x-a: " + b"y" * 200_000 + b"\r\n\r\n"
-        assert (await talk(on, large)).startswith(b"HTTP/1.1 431")
         endless = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(20_000))
         assert (await talk(on, endless)).startswith(b"HTTP/1.1 431")
         assert await talk(on, b"GET /health HTTP/1.1\r\nHo") == b""  # closed, long before the five seconds of `talk`

@@ -1,6 +1,5 @@
 """Statuses, errors, endpoints and streams of every kind at the client."""
 
-import asyncio
 import json
 from dataclasses import replace
 
@@ -102,10 +101,8 @@ async def test_a_client_that_offers_http2_is_answered_by_http1(tmp_path):
     body = json.dumps(PROMPT).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
     async with running([Fake("a")], tmp_path) as on:
-        reader, writer = await asyncio.open_connection(*on.address)
-        writer.write(head + b"HTTP2-Settings: AAMAAABk\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        writer.close()
+        head += b"HTTP2-Settings: AAMAAABk\r\nContent-Length: %d\r\n\r\n" % len(body)
+        assert (await on.talk(head + body, 2)).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 SAID = (("reasoning", "let me "), ("reasoning", "think. "), ("content", "so "), ("content", "be it"))

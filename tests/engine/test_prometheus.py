@@ -1,30 +1,22 @@
 """A real Prometheus scrapes a real server: what drafting did arrives there, every panel of the Grafana dashboard has
 data, and the alert rules are evaluated. `make programs` installs it."""
 
-import json
 import math
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import programs
 import pytest
+from prometheus import prometheus, queries
 from served import ENGINE_FORKED, START_SECONDS, metric, served, wait_for
-
-from selfspec_cli.engine.server import free_port
 
 pytestmark = programs.needs("prometheus", "promtool")
 
-INFRA = Path(__file__).resolve().parents[2] / "infra"
 CODE = "def read_lines(path):\n"
 K, MANY, LONG = 4, 3, 150
 SETTINGS = ["layer=3", f"k={K}", "gate=auto", f"length_table={MANY}:0 1@{LONG}:0"]
-WINDOW = "10m"  # of a rate; Grafana puts in one that fits its own zoom
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +26,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_what_drafting_did_reaches_the_dashboard_and_the_alerts(server, tmp_path):
-    with prometheus(server, tmp_path) as ask:
+    with prometheus("prometheus.yml", server, tmp_path) as ask:
+        wait_for(lambda: value(ask("up")) == 1, "Prometheus's first look")
         assert metric(server, "selfspec_draft_length") == K
         assert metric(server, "selfspec_draft_cost") > 0
         assert metric(server, "selfspec_draft_rounds_total") == 0  # the series is there before the first request
@@ -72,17 +65,11 @@ def test_what_drafting_did_reaches_the_dashboard_and_the_alerts(server, tmp_path
 
         wait_for(lambda: value(ask("sum(vllm:selfspec_draft_rounds_total)")) == rounds, "the last scrape")
         assert value(ask("sum(vllm:selfspec_draft_tokens_per_pos_total)")) == drafted
-        assert len(queries()) >= 12
-        for query in queries():
+        asked = queries("selfspec.json")
+        assert len(asked) >= 12
+        for query in asked:
             wait_for(lambda query=query: answered(ask(query), query), f"no data for {query}")
         assert_rules_are_evaluated(ask)
-
-
-def queries() -> list[str]:
-    """Every query of every panel, with what Grafana would put in for its variables."""
-    dashboard = json.loads((INFRA / "grafana" / "selfspec.json").read_text(encoding="utf-8"))
-    found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    return [query.replace("$__rate_interval", WINDOW).replace("$model_name", ".*") for query in found]
 
 
 def assert_rules_are_evaluated(ask: Callable[..., Any]) -> None:
@@ -117,42 +104,7 @@ def off(url: str, reason: str) -> float:
     return metric(url, "selfspec_rounds_without_drafts_total", reason=reason)
 
 
-# ---- Prometheus ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def prometheus(url: str, folder: Path) -> Iterator[Callable[..., Any]]:
-    """Our own configuration, over this server and every two seconds; yields what asks Prometheus's HTTP API."""
-    text = (INFRA / "prometheus" / "prometheus.yml").read_text(encoding="utf-8")
-    assert text.count("localhost:8000") == 1 and text.count("15s") == 2
-    shutil.copy(INFRA / "prometheus" / "alerts.yml", folder)
-    text = text.replace("localhost:8000", url.removeprefix("http://")).replace("15s", "2s")
-    (folder / "prometheus.yml").write_text(text, encoding="utf-8")
-    port, log = free_port(), folder / "prometheus.log"
-    command = [
-        "prometheus",
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-    ]
-
-    def ask(query: str | None, what: str = "query") -> Any:
-        parameters = {} if query is None else {"query": query}
-        reply = httpx.get(f"http://127.0.0.1:{port}/api/v1/{what}", params=parameters)
-        if reply.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # it is starting, and `wait_for` asks again
-            reply.raise_for_status()
-        answer = reply.json()
-        assert answer["status"] == "success", (query, answer)
-        return answer["data"]
-
-    with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
-    try:
-        wait_for(lambda: value(ask("up")) == 1, log, process)
-        yield ask
-    finally:
-        process.terminate()
-        process.wait(60)
+# ---- what Prometheus answers -----------------------------------------------------------------------------------------
 
 
 def value(answer: Any) -> float | None:

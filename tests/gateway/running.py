@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,18 @@ class Running:
         """A stream, read to its end."""
         async with self.session.post(self.url + path, json={**body, "stream": True}, headers=headers) as response:
             return Stream(await response.read(), dict(response.headers))
+
+    async def talk(self, raw: bytes, wait: float = 5) -> bytes:
+        """What a raw client gets until the connection is closed, or nothing more has come after `wait` seconds."""
+        reader, writer = await asyncio.open_connection(*self.address)
+        writer.write(raw)
+        found = b""
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(wait):
+                while part := await reader.read(65536):
+                    found += part
+        writer.close()
+        return found
 
     async def settled(self) -> None:
         """Wait until what was asked is counted too, which is after its answer was sent."""

@@ -77,6 +77,8 @@ async def test_a_batch_waits_for_an_idle_backend_and_interactive_requests_do_not
         await asyncio.sleep(0.1)
         late = [asyncio.ensure_future(one("batch", **{"class": "batch"})) for _ in range(2)]
         await until(lambda: len(on.gateway.batch.waiting) == 2)
+        async with on.session.get(on.url + "/metrics") as response:
+            assert 'selfspec_gateway_queue{class="batch"} 2.0' in await response.text()
         second = asyncio.ensure_future(one("second"))
         await asyncio.gather(first, second, *late)
         assert order == ["first", "second", "batch", "batch"]
@@ -115,21 +117,6 @@ async def test_of_requests_that_wait_the_one_whose_deadline_comes_first_goes_fir
         batch.look()
         await asyncio.sleep(0.01)
     assert went == ["by the settings", "named"]
-
-
-async def test_a_batch_whose_client_leaves_is_no_longer_in_the_queue(tmp_path):
-    async with running([Fake("a", step=0.1)], tmp_path) as on:
-        busy = asyncio.ensure_future(on.post(ONCE))
-        await until(lambda: on.fakes["a"].running == 1)
-        waiting = asyncio.ensure_future(on.post(ONCE | {"selfspec": {"class": "batch"}}))
-        await until(lambda: on.gateway.batch.waiting)
-        async with on.session.get(on.url + "/metrics") as response:
-            assert 'selfspec_gateway_queue{class="batch"} 1.0' in await response.text()
-        waiting.cancel()
-        await until(lambda: not on.gateway.batch.waiting)
-        await busy
-        assert 'selfspec_gateway_queue{class="batch"} 0.0' in (await on.get("/metrics"))[1]
-        assert len(on.fakes["a"].asked) == 1
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):

@@ -260,16 +260,11 @@ def cascade_of(**more):
     return chooser_of("cascade").choose(asked, [one.replica for one in servers])
 
 
-@pytest.mark.parametrize(("sure_of_hard", "wins"), [(0.3, True), (0.9, False)])
-def test_a_cascade_wins_where_the_small_model_knows_what_it_does_not_know_and_loses_elsewhere(sure_of_hard, wins):
-    """Every second request is hard for the small model, whose answer is wrong then."""
+def test_a_cascade_wins_where_the_small_model_knows_what_it_does_not_know_and_loses_elsewhere():
+    """It loses by wrong answers of which the small model is sure to 0.9: the large one is not asked."""
     choice = cascade_of()
     assert [one.name for one in choice.order] == ["small", "large"]
-    again = sure_of_hard < choice.sure
-    quality, cost = (1.0 + again) / 2, (1.0 + (11.0 if again else 1.0)) / 2
-    turn_quality, turn_cost = (1.0 + 0.5) / 2, (10.0 + 1.0) / 2
-    assert wins == (quality > turn_quality)
-    assert cost < 1.1 * turn_cost
+    assert 0.3 < choice.sure < 0.9
 
 
 @pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["x", "y"]}, {"stream": True}, {"tools": [{}]}])

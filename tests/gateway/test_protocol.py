@@ -1,6 +1,5 @@
 """Statuses, errors, endpoints and streams of every kind at the client."""
 
-import asyncio
 import json
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from running import PROMPT, QUICK, WANTED, running
 from selfspec_cli.gateway import upstream
 from selfspec_cli.gateway.continuation import ResponsesAnswer
 from selfspec_cli.gateway.request import RESPONSES, Request
-from selfspec_cli.gateway.settings import CacheSettings
 from selfspec_cli.gateway.wire import BrokenStream, Event
 
 STATUSES = [201, 204, 206, 301, 304, 307, 401, 403, 408, 429, 500, 503]
@@ -103,10 +101,8 @@ async def test_a_client_that_offers_http2_is_answered_by_http1(tmp_path):
     body = json.dumps(PROMPT).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
     async with running([Fake("a")], tmp_path) as on:
-        reader, writer = await asyncio.open_connection(*on.address)
-        writer.write(head + b"HTTP2-Settings: AAMAAABk\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        writer.close()
+        head += b"HTTP2-Settings: AAMAAABk\r\nContent-Length: %d\r\n\r\n" % len(body)
+        assert (await on.talk(head + body, 2)).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 SAID = (("reasoning", "let me "), ("reasoning", "think. "), ("content", "so "), ("content", "be it"))
@@ -184,27 +180,6 @@ def test_blanks_are_no_event_of_a_response():
     for blanks in (b" ", b"\n"):
         with pytest.raises(BrokenStream, match="no JSON"):
             answer.take(Event(blanks))
-
-
-async def test_the_openai_client_reads_answers_streams_and_errors(tmp_path):
-    openai = pytest.importorskip("openai")
-    fakes = [Fake("a", step=0.001, times=1, die_after=3), Fake("b")]
-    async with running(fakes, tmp_path, cache=CacheSettings(mib=8)) as on:
-        async with openai.AsyncOpenAI(base_url=f"{on.url}/v1", api_key="none", max_retries=0) as client:
-            asked = CHAT | {"max_tokens": 8}
-            stream = await client.chat.completions.create(**asked, stream=True)
-            text = "".join([part.choices[0].delta.content or "" async for part in stream])
-            await on.settled()
-            replayed = await client.chat.completions.create(**asked, stream=True)
-            assert text == "".join([part.choices[0].delta.content or "" async for part in replayed])
-            whole = (await client.chat.completions.create(**asked)).choices[0].message.content
-            assert text == answer("once", 8) == whole
-            assert (await client.models.retrieve("toy")).id == "toy"
-            with pytest.raises(openai.NotFoundError) as unknown:
-                await client.completions.create(model="tyo", prompt="x")
-            assert unknown.value.code == "model_not_found"
-        rows = await on.rows()
-        assert (sum(row["survived"] for row in rows), [row["cache"] for row in rows][1:3]) == (1, ["hit", "hit"])
 
 
 # ---- Streams in every form of the standard, and every form of an error in one

@@ -107,7 +107,7 @@ async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
         status, found, _ = await on.post(ONCE, **{"X-Selfspec-Polcy": "fixed"})
         assert (status, "did you mean 'policy'" in found["error"]["message"]) == (400, True)
         status, found, _ = await on.post({**ONCE, "model": "tyo"})
-        assert status == 404
+        assert (status, found["error"]["code"]) == (404, "model_not_found")
         assert found["error"]["message"] == "model 'tyo' is not known; allowed: toy; did you mean 'toy'?"
 
 
@@ -170,9 +170,6 @@ async def test_wishes_of_a_request(tmp_path):
         turn = ONCE | {"selfspec": {"policy": "round_robin"}}
         used = [(await on.post(turn))[2]["x-selfspec-backend"] for _ in range(4)]
         assert sorted(used) == ["a", "a", "b", "b"]
-        _, _, headers = await on.post({**ONCE, "model": "auto"})
-        assert headers["x-selfspec-backend"] == "a"
-        assert on.fakes["a"].asked[-1]["model"] == "toy"
         assert [row["reason"] for row in await on.rows()][:2] == ["asked_for", "turn"]
 
 
@@ -266,40 +263,23 @@ async def test_backends_of_one_host_warm_up_one_after_the_other(tmp_path, monkey
 # ---- what comes before a request
 
 
-async def talk(on, raw, wait=5):
-    """What a raw client gets until the connection is closed, or nothing more comes."""
-    reader, writer = await asyncio.open_connection(*on.address)
-    writer.write(raw)
-    found = b""
-    try:
-        async with asyncio.timeout(wait):
-            while part := await reader.read(65536):
-                found += part
-    except (TimeoutError, ConnectionError):
-        pass
-    writer.close()
-    return found
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/gateway/feedback", "/nothing"])
 async def test_the_key_is_looked_at_before_the_body(tmp_path, path):
     async with running([Fake("a")], tmp_path, keys=TENANTS) as on:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 30000000\r\n\r\n"
-        assert (await talk(on, head.encode(), 2)).startswith(b"HTTP/1.1 401")
+        assert (await on.talk(head.encode(), 2)).startswith(b"HTTP/1.1 401")
         assert on.gateway.memory.held == 0
 
 
-async def test_heads_that_are_too_large_or_too_slow_are_refused(tmp_path, monkeypatch):
+async def test_heads_that_are_too_long_or_too_slow_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
     async with running([Fake("a")], tmp_path) as on:
-        large = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"x-a: " + b"y" * 200_000 + b"\r\n\r\n"
-        assert (await talk(on, large)).startswith(b"HTTP/1.1 431")
         endless = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(20_000))
-        assert (await talk(on, endless)).startswith(b"HTTP/1.1 431")
-        assert await talk(on, b"GET /health HTTP/1.1\r\nHo") == b""  # closed, long before the five seconds of `talk`
-        assert await talk(on, b"") == b""
+        assert (await on.talk(endless)).startswith(b"HTTP/1.1 431")
+        assert await on.talk(b"GET /health HTTP/1.1\r\nHo") == b""  # closed, long before five seconds
+        assert await on.talk(b"") == b""
         kept = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-        assert (await talk(on, kept + kept, 1)).count(b"HTTP/1.1 200") == 2
+        assert (await on.talk(kept + kept, 1)).count(b"HTTP/1.1 200") == 2
         assert (await on.stream(PROMPT | {"max_tokens": 300})).text == answer("once upon", 300)
 
 
@@ -308,7 +288,7 @@ async def test_connections_beyond_the_limit_are_refused_at_once(tmp_path, monkey
     async with running([Fake("a")], tmp_path) as on:
         open_ones = [await asyncio.open_connection(*on.address) for _ in range(3)]
         await asyncio.sleep(0.1)
-        assert (await talk(on, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 503")
+        assert (await on.talk(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 503")
         for _, writer in open_ones:
             writer.close()
         found = None
@@ -322,7 +302,7 @@ async def test_connections_that_idle_are_closed(tmp_path, monkeypatch):
     async with running([Fake("a")], tmp_path) as on:
         kept = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
         async with asyncio.timeout(30):
-            assert (await talk(on, kept, 3600)).startswith(b"HTTP/1.1 200")
+            assert (await on.talk(kept, 3600)).startswith(b"HTTP/1.1 200")
 
 
 async def test_every_answer_has_a_request_id(tmp_path):
@@ -339,7 +319,7 @@ async def test_every_answer_has_a_request_id(tmp_path):
             (b"no HTTP", b"", 400),
         ):
             line += b"" if status == 400 else b" HTTP/1.1"
-            found = await talk(on, line + b"\r\nHost: x\r\nConnection: close\r\n" + more + b"\r\n")
+            found = await on.talk(line + b"\r\nHost: x\r\nConnection: close\r\n" + more + b"\r\n")
             head = found.partition(b"\r\n\r\n")[0].lower()
             assert head.startswith(b"http/1.1 %d" % status), head
             assert head.count(b"x-request-id: ") == 1, head

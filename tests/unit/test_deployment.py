@@ -24,6 +24,7 @@ from selfspec_cli.record import folder
 from selfspec_cli.stages import tune
 
 NAMES = ("file", "words", "environment")
+made = deployment.deployment
 CUDA = schema.EngineConfig(device="cuda")
 
 
@@ -34,9 +35,6 @@ def model(tmp_path, monkeypatch):
     config = {"num_hidden_layers": 8, "max_position_embeddings": 1024, "vocab_size": 64, "hidden_size": 4}
     model_folder(tmp_path / "model", **config)
     return schema.ModelConfig(name="small", path="model", dtype="bfloat16")
-
-
-made = deployment.deployment
 
 
 @pytest.fixture

@@ -141,11 +141,6 @@ def test_a_cpu_has_a_worker_for_each_idle_pair_of_cores_and_at_least_one(cores, 
     assert all(len(pair) == min(cores, 2) for pair in found)
 
 
-def test_gpus_are_those_that_cuda_shows():
-    assert work.gpu_numbers("3,GPU-ab", 8) == ["3", "GPU-ab"]
-    assert work.gpu_numbers(None, 2) == ["0", "1"]
-
-
 def test_cores_near_a_gpu_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(work.machine, "asked_of_gpus", lambda *_: [["00000000:3B:00.0"]])
     monkeypatch.setattr(work.Path, "read_text", lambda *_, **__: "0-3,8-11\n")

@@ -3,8 +3,8 @@
 import signal
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from commands import until
@@ -12,7 +12,7 @@ from commands import until
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import ConfigError, EngineConfig, ModelConfig, RunConfig
 from selfspec_cli.engine.deployment import Deployment
-from selfspec_cli.engine.server import ServerError, ask, free_port
+from selfspec_cli.engine.server import ServerError, free_port
 from selfspec_cli.gateway import files
 from selfspec_cli.gateway.limits import Keys
 from selfspec_cli.gateway.supervisor import replica
@@ -23,15 +23,7 @@ from selfspec_cli.stages.launch import work
 
 MADE = Deployment("model", None, environment={"LD_PRELOAD": "x.so"})
 CPU, CUDA = RunConfig(), RunConfig(engine=EngineConfig(device="cuda"))
-SERVER = """
-import http.server, os, sys
-class Here(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        if self.path == "/die": os._exit(3)
-        self.send_response(200); self.end_headers(); self.wfile.write(str(os.getpid()).encode())
-    def log_message(self, *words): pass
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Here).serve_forever()
-"""
+SERVER = Path(__file__).with_name("openai_server.py")
 
 
 @pytest.fixture(autouse=True)
@@ -141,18 +133,17 @@ def test_the_router_is_the_one_that_is_installed_or_named(monkeypatch):
 
 def program(name):
     port = free_port()
-    return replicas.Program(name, [sys.executable, "-c", SERVER, str(port)], f"http://127.0.0.1:{port}")
+    return replicas.Program(name, [sys.executable, str(SERVER), "--port", str(port)], f"http://127.0.0.1:{port}")
 
 
 def die(one):
-    with suppress(OSError):  # its connection breaks off
-        ask(f"{one.url}/die")
-    one.process.wait(10)
+    one.process.kill()
+    one.process.wait()
 
 
-def answered(one):
-    replicas._until_it_answers(one, [one], replicas.Path("."))
-    return ask(one.url)
+def process_that_answers(one):
+    replicas._until_it_answers(one, [one], Path("."))
+    return one.process.pid
 
 
 @pytest.mark.slow
@@ -161,17 +152,17 @@ def test_what_dies_is_started_again_and_all_end_together(tmp_path):
 
     def user():
         until(lambda: any("2 replicas answer" in line for line in said))
-        before = answered(servers[0])
+        before = process_that_answers(servers[0])
         die(servers[0])
         until(lambda: any("started again" in line for line in said))
-        said.append(f"another process: {answered(servers[0]) != before}")
+        said.append(f"another process: {process_that_answers(servers[0]) != before}")
         replicas.os.kill(replicas.os.getpid(), signal.SIGTERM)
 
     clock = threading.Thread(target=user)
     clock.start()
     replicas.serve(servers, front, tmp_path, said.append)
     clock.join()
-    assert "replica0: ended with exit code 3; it is started again" in said
+    assert "replica0: ended with exit code -9; it is started again" in said
     assert "another process: True" in said
     assert all(one.process.poll() is not None for one in (*servers, front))
 
@@ -181,12 +172,12 @@ def test_a_replica_that_keeps_dying_is_left_alone_and_a_router_without_any_ends(
     one, front, said = program("replica0"), program("router"), []
     for each in (one, front):
         replicas._start(each, tmp_path, said.append)
-        answered(each)
+        process_that_answers(each)
     one.deaths = replicas.RESTARTS
     die(one)
     with pytest.raises(ServerError, match="no replica is left"):
         replicas.look([one], front, tmp_path, said.append)
-    assert said[-1] == f"replica0: ended with exit code 3 for the {replicas.RESTARTS + 1}th time, and is left alone"
+    assert said[-1] == f"replica0: ended with exit code -9 for the {replicas.RESTARTS + 1}th time, and is left alone"
     die(front)
     with pytest.raises(ServerError, match="the router ended"):
         replicas.look([one], front, tmp_path, said.append)

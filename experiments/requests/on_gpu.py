@@ -35,9 +35,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from selfspec_cli.stages.verify.sampling import exact_p
 from selfspec_cli.whole import atomic_write
 
 NEAR = 0.25
@@ -581,12 +578,25 @@ def judge_distribution(name: str, llm: Any, arm: str, folder: Path, few: bool) -
 
 
 def p_value(tokens: list[Any], exact: Mapping[str, float]) -> float:
-    """Of the hypothesis that the tokens were drawn from `exact`; 1 if one token is nearly certain, which tells nothing.
-    Tokens that it does not allow are counted elsewhere."""
-    places = {token: place for place, token in enumerate(exact)}
-    drawn = [[places[str(token)]] for token in tokens if str(token) in places]
-    found = exact_p(np.array(drawn), np.array(list(exact.values())))
-    return 1.0 if found is None else found
+    """Of the hypothesis that the tokens were drawn from `exact`: chi-square over the cells that expect five or more,
+    the others as one."""
+    import torch
+
+    counts: dict[str, int] = {}
+    for token in tokens:
+        counts[str(token)] = counts.get(str(token), 0) + 1
+    cells = [key for key, share in exact.items() if share * len(tokens) >= 5]
+    pairs = [(counts.get(key, 0), exact[key] * len(tokens)) for key in cells]
+    rest = len(tokens) - sum(have for have, _ in pairs), len(tokens) - sum(expect for _, expect in pairs)
+    if len(pairs) + (rest[1] >= 5) < 2:
+        return 1.0  # one token is nearly certain, which tells nothing
+    if rest[1] < 5:  # too few for a cell of their own
+        have, expect = pairs.pop()
+        rest = rest[0] + have, rest[1] + expect
+    pairs.append(rest)
+    square = sum((have - expect) ** 2 / expect for have, expect in pairs)
+    half = torch.tensor([(len(pairs) - 1) / 2, square / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
 
 
 # ---- processes and rows --------------------------------------------------------------------------------------------

@@ -33,6 +33,16 @@ if "SELFSPEC_TESTS_FOUND" not in os.environ:  # the first process, whose environ
     atexit.register(shutil.rmtree, os.environ["SELFSPEC_TESTS_FOUND"], ignore_errors=True)
 runpy.run_path(str(PROCESSES / "sitecustomize.py"))
 
+MARKED = ("contract", "engine", "gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test of these folders has the folder's mark."""
+    for item in items:
+        for folder in MARKED:
+            if Path(__file__).with_name(folder) in item.path.parents:
+                item.add_marker(folder)
+
 
 @pytest.fixture(autouse=True)
 def heads_are_derived_into_a_folder_of_the_tests(monkeypatch, tmp_path_factory):

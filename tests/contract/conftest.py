@@ -1,20 +1,12 @@
 """The source of each supported release, an engine's configuration, and a scheduler as an engine on CUDA makes it."""
 
 import json
-from pathlib import Path
 
 import pytest
 from v2_engine import BLOCK, LEN, MOST, K
 from vllm_source import VARIABLE, Source, folder_of, sources
 
 from selfspec_cli.vllm_plugin.releases import SUPPORTED
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test of this folder is a contract test."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.contract)
 
 
 @pytest.fixture(scope="module", params=SUPPORTED, ids=lambda release: release.release)

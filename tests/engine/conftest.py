@@ -24,9 +24,6 @@ test_request_faults test_draft_lengths test_sampling test_prometheus
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.engine)
     place = {name: number for number, name in enumerate(LONG_FILES.split())}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

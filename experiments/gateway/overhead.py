@@ -43,7 +43,7 @@ PATH = "/v1/completions"
 START_SECONDS = 120.0
 PAGE = Path(__file__).parents[2] / "docs" / "gateway_reference.md"
 NAMES = {"selfspec": "selfspec", "vllm-router": "vllm-router", "litellm": "LiteLLM"}
-MOST_EVENTS = 3000  # a second: clients and server in Python keep up with no more, so many streams get slower tokens
+MOST_EVENTS = 3000  # a second for all streams: clients and server in Python keep up with no more
 
 
 # ---- the server without a model --------------------------------------------------------------------------------------

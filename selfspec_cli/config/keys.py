@@ -181,7 +181,7 @@ def digest(facts: Any) -> str:
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: how often each token occurred
+COUNTS_FILE = "token_counts.safetensors"  # how often each token occurred; a fit writes it next to the heads
 
 
 def digests(cfg: RunConfig) -> dict[str, str]:

@@ -374,7 +374,7 @@ class LengthRule:
         accepted, in the mean of its requests. latest: width that was chosen last; None: the same.
 
         A host that launches steps before it reads earlier ones spends these seconds on launching later steps. Launching
-        takes longer with drafts, so between drafting and plain steps the time is that of neither.
+        takes longer with drafts, so the time between a drafting step and a plain one counts for neither.
         """
         load, bucket = self._place(requests)
         kind = load, bucket, width, prompt > 0

@@ -24,7 +24,7 @@ NEW = 0.1  # least weight of a new time in the mean of its point of a curve
 
 class Line:
     """Recursive least squares of y on x, with forgetting; coefficients are never used below 0. start: variance of each
-    coefficient at first, and later at most, in the squared unit of y over that of its x."""
+    coefficient at first, which it never exceeds later, in squared units of y over x."""
 
     def __init__(self, start: Sequence[float]) -> None:
         self.weights = np.zeros(len(start))

@@ -24,12 +24,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from trunk_model import FEW_TOKENS, SHAPES, UNROUNDED, Model, Rounding, Step, bound, error, fill, reference
+from trunk_model import FEW_TOKENS, SHAPES, UNROUNDED, Model, Rounding, Step, bound, error, laid_out, reference
 
 from selfspec_cli.vllm_plugin.attention.one_query import attend
 from selfspec_cli.vllm_plugin.fused_step.drafting import EVENLY, MOST
 from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built
-from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, planned
+from selfspec_cli.vllm_plugin.fused_step.layout import Shape, planned
 from selfspec_cli.vllm_plugin.fused_step.models import WARPS
 from selfspec_cli.vllm_plugin.weights import few_tokens, one_token, rounding
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
@@ -52,14 +52,11 @@ class Fused:
         plan = planned(shape, blocks or properties.multi_processor_count, warps, evenly)
         build = built(shape, plan, tokens, properties.shared_memory_per_block_optin)
         self.kernel = Kernel(build, device, None, PATIENCE)
-        self.stream = Stream(shape, plan, device)
-        self.plan = plan.tensor().to(device)
-        fill(self.stream, model)
+        self.weights = {"weights": laid_out(model), "plan": plan.tensor().to(device)}
 
     def bind(self, step: Step) -> Callable[[], None]:
         """A call that runs the step."""
-        weights = {"stream": self.stream.records, "offsets": self.stream.offsets, "plan": self.plan}
-        return bound(self.kernel, Arguments, step, weights)
+        return bound(self.kernel, Arguments, step, self.weights)
 
 
 # ---- the kernels that it replaces -----------------------------------------------------------------------------------

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from fused_step import check, demand_right, separate, timed
 from torch import Tensor
-from trunk_model import MANY_TOKENS, SHAPES, Model, Step, bound, fill
+from trunk_model import MANY_TOKENS, SHAPES, Model, Step, bound, laid_out
 
 from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, WideArguments
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape
-from selfspec_cli.vllm_plugin.fused_step.wide.layout import STAMPS, WARPS, WIDTHS, Stream, built
+from selfspec_cli.vllm_plugin.fused_step.wide.layout import STAMPS, WARPS, WIDTHS, built
 from selfspec_cli.vllm_plugin.weights.rounding import none_arrived
 
 TINY = Shape(2, 256, 512, 4, 2, 64, 16, 1e-6, bias=True, head_norms=True)
@@ -55,14 +55,12 @@ class Wide:
         began = time.perf_counter()
         self.kernel = Kernel(self.build, device, None, options)
         self.compiled_s = round(time.perf_counter() - began, 2)
-        self.stream = Stream(self.build, device)
-        fill(self.stream, model)
         self.stamps = torch.zeros(blocks, model.shape.layers, len(STAMPS), dtype=torch.int64, device=device)
+        self.weights = {"weights": laid_out(model), "stamps": self.stamps}
 
     def bind(self, step: Step) -> Callable[[], None]:
         """A call that runs the step."""
-        weights = {"stream": self.stream.records, "offsets": self.stream.offsets, "stamps": self.stamps}
-        return bound(self.kernel, WideArguments, step, weights, tokens=len(step.lengths))
+        return bound(self.kernel, WideArguments, step, self.weights, tokens=len(step.lengths))
 
     def facts(self) -> dict[str, Any]:
         """The plan, and what the compiler made of it."""

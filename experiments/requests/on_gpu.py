@@ -258,15 +258,13 @@ def stale(llm: Any, at_start: bool = False) -> str | None:
                         if not torch.equal(mine, tensor):
                             different.add(f"{place} {path} {key}")
         fused = getattr(drafter, "fused_step", None)  # where it is all that has copies of the layers
-        layouts = [] if fused is None else fused.copies
-        before = [layout.clone() for layout in layouts]
         if fused is not None:
+            before = fused.copies.clone()
             fused.fill()
-        for number, (layout, old) in enumerate(zip(layouts, before, strict=True)):
             compared += 1
-            if not torch.equal(layout, old):
-                different.add(f"layout {number}")
-            layout.copy_(old)
+            if not torch.equal(fused.copies, before):
+                different.add("copies of all layers")
+            fused.copies.copy_(before)
     if at_start:
         _scratch.update(different)
     return f"{len(different - _scratch)} of {compared - len(_scratch)} tensors of copies" if compared else None

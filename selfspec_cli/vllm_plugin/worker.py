@@ -163,7 +163,7 @@ class EarlyExitWorker:
         head = drafter.head
         copies = [] if head.copied is None else [head.copied[0]]
         fused = getattr(drafter, "fused_step", None)
-        tensors = [*head.tensors, *([] if fused is None else fused.copies)]
+        tensors = [*head.tensors, *([] if fused is None else [fused.copies])]
         both = weight_bytes([runner.get_model(), drafter.model, *copies], tensors)
         return {"target": target, "draft": both - target}
 

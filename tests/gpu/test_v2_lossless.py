@@ -587,7 +587,7 @@ def copied_bytes(it: Live) -> float | None:
     if step is None:
         return None
     beside = [part for part in speculator.model.modules() if isinstance(part, CopiedWeight)]
-    copies = [*step.copies, *(tensor for part in beside for tensor in part.parameters())]
+    copies = [step.copies, *(tensor for part in beside for tensor in part.parameters())]
     sizes = (16 * 64 * step.shape.tiles[name] * groups for name, groups in step.shape.groups.items())
     return sum(tensor.nbytes for tensor in copies) / (step.shape.layers * sum(sizes))
 

@@ -283,7 +283,7 @@ def test_one_layer_at_a_time_is_on_copies_and_only_what_kernels_read_is_kept(mon
     gc.collect()
     assert len(alive) == 4 and not any(one() for one in alive)
     weights = sum(step.shape.tiles[phase] * 16 * step.shape.groups[phase] * 64 for phase in PHASES)
-    assert sum(copy.numel() for copy in step.copies) == 2 * 2 * weights * RECORD // 1024  # layers, layouts
+    assert step.copies.numel() == 2 * weights * RECORD // 1024  # of two layers
     read = sum(tensor.numel() * tensor.element_size() for tensor in step.read_by_a_step())
     assert 0 < read - 2 * weights * RECORD // 1024 < 0.001 * weights  # and norms and biases
     step.renew(copies=False)  # fitted ones stay
@@ -316,7 +316,7 @@ def test_only_where_every_step_has_a_kernel_are_other_copies_not_needed(monkeypa
 def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read(monkeypatch):
     layers = [a_layer(), a_layer()]
     step = a_step(monkeypatch, layers, layers.__getitem__)
-    step._tensors |= {"stream": step.stream.records, "wide": step.wide.records}
+    step._tensors |= {"weights": step.copies}
     for name in ("final_norm", "embedding", "rope"):
         del step._tensors[name]
     addresses = {name: tensor.data_ptr() for name, tensor in step._tensors.items() if tensor is not None}
@@ -328,12 +328,11 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read(monkeypatc
         layer.self_attn.qkv_proj.bias += 2
     step.renew()
     fresh = a_step(monkeypatch, layers, layers.__getitem__)
-    assert torch.equal(step._tensors["stream"], fresh.stream.records)
-    assert torch.equal(step.wide.records, fresh.wide.records)
+    assert torch.equal(step.copies, fresh.copies)
     for name, address in addresses.items():
         assert step._tensors[name].data_ptr() == address
         assert not torch.equal(step._tensors[name], before[name]), name
-    assert set(addresses) == {"norms", "bias", "stream", "wide"}
+    assert set(addresses) == {"norms", "bias", "weights"}
 
 
 def test_what_was_unpacked_of_a_quantised_target_is_not_kept(monkeypatch):

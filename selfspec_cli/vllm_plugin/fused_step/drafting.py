@@ -58,7 +58,7 @@ def fused_step(
         "draft step: one kernel for %d layers, up to %d tokens; its copies of the layers take %.2f GB%s",
         made.shape.layers,
         made.most,
-        sum(copy.numel() for copy in made.copies) / 1e9,
+        made.copies.numel() / 1e9,
         "" if alone else " more",
     )
     return made
@@ -90,7 +90,7 @@ def build_for(tokens: int, shape: Shape, device: torch.device) -> Any:
 
 
 class FusedStep:
-    """The weights of layers as the kernels read them, and the kernel for each number of tokens that was asked for.
+    """The weights of layers as both kernels read them, and the kernel for each number of tokens that was asked for.
     copied: kept, to follow weights that are replaced. requests: of the engine, at most."""
 
     def __init__(
@@ -100,11 +100,12 @@ class FusedStep:
         attentions = [layer.self_attn for layer in layers]
         self.shape, self._device = shape_of(layers, page), device
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        self.plan = planned(self.shape, blocks, WARPS, EVENLY)
-        self.stream = Stream(self.shape, self.plan, device)
-        self.wide = wide_stream(self.shape, blocks, device) if requests > MOST else None
+        self._stream = Stream(self.shape, device)
+        wide = requests > MOST and has_room(min(wide_layout.WIDTHS), self.shape, device)
+        self.most = MOST_WIDE if wide else MOST
+        """Most tokens of a step."""
         few = range(1, MOST + 1)
-        self._few = few if self.wide is None else [n for n in few if has_room(n, self.shape, device)]
+        self._few = [n for n in few if has_room(n, self.shape, device)] if wide else few
         self.fill()
         self._names = [attention.attn.layer_name for attention in attentions]
         self._scale = float(attentions[0].scaling) * LOG2_E
@@ -114,7 +115,7 @@ class FusedStep:
             "embedding": decoder.embed_tokens.weight,
             "rope": attentions[0].rotary_emb.cos_sin_cache,
         }
-        self._plan = self.plan.tensor().to(device)
+        self._plan = planned(self.shape, blocks, WARPS, EVENLY).tensor().to(device)
         self._kernels: dict[int, Any] = {}  # by the number of tokens, or by the most of a wide build
         self._caches: dict[tuple[int, ...], Tensor] = {}
 
@@ -150,32 +151,21 @@ class FusedStep:
             "table_row": metadata.block_table.stride(0),
             "scale": self._scale,
         }
-        few = num_tokens in self._few
-        stream = self.streams[0 if few else -1]
-        tensors = {**self._tensors, **step, "stream": stream.records, "offsets": stream.offsets}
+        tensors = {**self._tensors, **step, "weights": self.copies}
         pointers = {name: pointer(tensor) for name, tensor in tensors.items()} | numbers
+        few = num_tokens in self._few
         kernel(Arguments(**pointers, plan=pointer(self._plan)) if few else WideArguments(**pointers, tokens=num_tokens))
         return out
 
     @property
-    def most(self) -> int:
-        """Most tokens of a step."""
-        return MOST if self.wide is None else MOST_WIDE
-
-    @property
-    def streams(self) -> list[Any]:
-        """Layouts of the copies."""
-        return [self.stream] if self.wide is None else [self.stream, self.wide]
-
-    @property
-    def copies(self) -> list[Tensor]:
-        """The copies in each layout, as bytes."""
-        return [stream.records for stream in self.streams]
+    def copies(self) -> Tensor:
+        """The copies, as bytes."""
+        return self._stream.records
 
     def read_by_a_step(self) -> list[Tensor]:
-        """Weights that a step of few tokens reads; one of more reads as many."""
+        """Weights that a step reads."""
         small = [self._tensors[name] for name in ("norms", "bias", "head_norms", "final_norm")]
-        return [self.stream.records, *(tensor for tensor in small if tensor is not None)]
+        return [self.copies, *(tensor for tensor in small if tensor is not None)]
 
     @torch.inference_mode()
     def renew(self, copies: bool = True) -> None:
@@ -188,16 +178,14 @@ class FusedStep:
                 mine.copy_(tensor)
 
     def fill(self) -> None:
-        """Put the copies of now into the streams. No more than one layer's are held at a time."""
+        """Lay out the copies of now. No more than one layer's are held at a time beside them."""
         for number in range(self.shape.layers):
             self._put(number)
 
     def _put(self, number: int) -> None:  # a function of its own, after which a layer's copies are let go
         copies = {name: copy_of(linear) for name, linear in linears_of(self._copied(number)).items()}
         copies["gate_up"] = gate_and_up(copies["gate_up"])
-        made = {name: records(copy) for name, copy in copies.items()}
-        for stream in self.streams:
-            stream.put(number, made)
+        self._stream.put(number, {name: records(copy) for name, copy in copies.items()})
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -264,11 +252,3 @@ def stacked(layers: Sequence[Any]) -> dict[str, Tensor | None]:
         "bias": torch.stack(biases) if biases else None,
         "head_norms": torch.stack(heads) if heads else None,
     }
-
-
-def wide_stream(shape: Shape, blocks: int, device: torch.device) -> wide_layout.Stream | None:
-    """Room for copies as the kernel for many tokens reads them; None for a shape that it has no room for."""
-    try:
-        return wide_layout.Stream(wide_layout.built(shape, blocks, min(wide_layout.WIDTHS)), device)
-    except ValueError:
-        return None

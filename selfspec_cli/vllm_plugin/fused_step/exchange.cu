@@ -1,7 +1,7 @@
 // All decoder layers of a draft step in one kernel; layout.py makes what it reads, launch.py compiles and launches it.
 //
-// One block a multiprocessor. Every warp has a stream of 4-bit weights of its own, in the order in which it needs them
-// in the whole trunk, and copies it ahead of time into a ring in shared memory. So the memory is read without a pause
+// One block a multiprocessor. Every warp copies the 4-bit weights that it multiplies, in the order in which it needs them
+// in the whole trunk, ahead of time into a ring in shared memory. So the memory is read without a pause
 // while blocks exchange activations. They do that without a barrier: what a phase writes is words of 64 bits, 32 of
 // them a flag that tells the layer and the launch, and who needs a word reads it until its flag is right.
 //
@@ -16,22 +16,12 @@
 // phase) ROWS (most tiles of the residual in a block) SHARED_AREA PADDED (below) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT
 // (most splits that readers add up themselves), and SHARED and WORDS, which launch.py counted, too.
 //
-// The parts, in order: ptx.cu, exchange.cu, weights.cu, tokens.cu, parts.cu, keys.cu, attention.cu, trunk.cu.
+// The parts, in order: ptx.cu, shape.cu, exchange.cu, weights.cu, tokens.cu, parts.cu, keys.cu, attention.cu, trunk.cu.
 
-#define QKV ((QH + 2 * KVH) * DIM)
-#define HEADS_OUT (QH * DIM)
-#define GROUP_HEADS (QH / KVH)
 #define THREADS (WARPS * 32)
-#define RECORD 544
 #define CHUNK (RECORD * RECORDS)
-#define STRIP 4  // tiles of gate and up that are multiplied together: TOGETHER of layout.py
-#define GROUPS_H (HIDDEN / 64)
-#define GROUPS_O (HEADS_OUT / 64)
-#define GROUPS_I (INTER / 64)
-#define MAX2(a, b) ((a) > (b) ? (a) : (b))
 #define MOST_GROUPS ((MAX2(MAX2(GROUPS_H, GROUPS_O), GROUPS_I) + WARPS - 1) / WARPS)
 #define SPLITS (MAX2(1, NB / (NT * KVH)) < 64 ? MAX2(1, NB / (NT * KVH)) : 64)
-#define LOG2E 1.4426950408889634f
 
 // ---- columns of a product ---------------------------------------------------------------------------------------
 // Up to four tokens are the even columns of a product, so that every lane has the sums of one of them; more are all
@@ -66,8 +56,8 @@
 #define AT_PLAN (AT_BARRIERS + WARPS * SLOTS * 8)
 #define AT_ITEM (AT_PLAN + 24)
 #define AT_SPLITS (AT_ITEM + 24)
-#define AT_SIZES (AT_SPLITS + NT * 4)
-#define SHARED_BYTES (AT_SIZES + WARPS * CHUNKS * 2)
+#define AT_CHUNKS (AT_SPLITS + NT * 4)
+#define SHARED_BYTES (AT_CHUNKS + WARPS * CHUNKS * 4)
 
 // ---- words that blocks exchange, in units of 8 bytes -----------------------------------------------------------
 #define PK_X 0                                      // [NT][HIDDEN / 2] the residual before a layer
@@ -84,9 +74,7 @@ static_assert(SHARED_BYTES == SHARED && PK_WORDS == WORDS, "launch.py counts oth
 static_assert(RECORDS >= 2 && STRIP % RECORDS == 0, "products read two records or more of a chunk");
 
 struct Arguments {
-    const char* stream;        // every warp's records
-    const long long* offsets;  // [NB * WARPS] where its stream begins, in bytes
-    const int* plan;           // [NB][6] first tile and tiles of qkv, of the residual's rows (o and down), of gate and up
+    const char* weights;       // [LAYERS] records of the four products
     const u16* norms;          // [LAYERS][2][HIDDEN]
     const u16* bias;           // [LAYERS][QKV]
     const u16* head_norms;     // [LAYERS][2][DIM], of queries and keys
@@ -94,6 +82,7 @@ struct Arguments {
     const u16* embedding;      // [vocabulary][HIDDEN]
     const void* rope;          // [positions][DIM] cosines, then sines
     const u64* caches;         // [LAYERS] addresses of the layers' keys
+    const int* plan;           // [NB][6] first tile and tiles of qkv, of the residual's rows (o and down), of gate and up
     u64* words;                // [PK_WORDS]
     u32* launches;
     const int* ids;

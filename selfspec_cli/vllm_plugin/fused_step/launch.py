@@ -17,11 +17,21 @@ from selfspec_cli.vllm_plugin.fused_step.wide import layout as wide
 from selfspec_cli.whole import written
 
 NAME = b"draft_trunk"
-PARTS = ("ptx.cu", "exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "keys.cu", "attention.cu", "trunk.cu")
+PARTS = (
+    "ptx.cu",
+    "shape.cu",
+    "exchange.cu",
+    "weights.cu",
+    "tokens.cu",
+    "parts.cu",
+    "keys.cu",
+    "attention.cu",
+    "trunk.cu",
+)
 """Of one source."""
 SPLITS = 64  # most parts that the keys of a request are split into
 FEWEST_SLOTS = 3  # chunks of a warp's ring
-RECORDS = (4, 2)  # of a copy into shared memory, tried in order; TOGETHER tiles of gate and up are a number of copies
+RECORDS = (4, 2)  # of a copy into shared memory, tried in order; a strip's of a group are one copy or several
 SHARED_AREA = 3  # tokens from which a phase's sums lie where the next one's bytes will be
 PADDED = 4  # most tokens whose sums have a gap from tile to tile; more need the room for weights
 DIRECT = (8, 4, 2)  # most of them that readers add up themselves, with one token, two, ...
@@ -133,8 +143,8 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     residual = round_up(plan.most_rows * 16 * tokens * 4, 16)
     queries, places, planned = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2, plan.warps * 8 * 8, 48
     per_token = plan.warps * 4 + shape.dim * 4 + 4
-    sizes = plan.warps * chunks(shape, plan, at_once) * 2
-    return areas + round_up(factors, 16) + tokens * per_token + residual + queries + places + planned + sizes
+    listed = plan.warps * chunks(shape, plan, at_once) * 4
+    return areas + round_up(factors, 16) + tokens * per_token + residual + queries + places + planned + listed
 
 
 def built(shape: Shape, plan: Plan, tokens: int, shared: int) -> Build:
@@ -150,7 +160,7 @@ def built(shape: Shape, plan: Plan, tokens: int, shared: int) -> Build:
     raise ValueError(f"{shared} bytes of shared memory have no room for the weights of {tokens} tokens")
 
 
-WEIGHTS = "norms bias head_norms final_norm embedding rope caches"
+WEIGHTS = "weights norms bias head_norms final_norm embedding rope caches"
 INPUTS = "ids positions lengths slots table out"
 
 
@@ -163,13 +173,13 @@ def _fields(pointers: str) -> list[tuple[str, Any]]:
 class Arguments(ctypes.Structure):
     """`struct Arguments` of exchange.cu."""
 
-    _fields_ = [*_fields(f"stream offsets plan {WEIGHTS} words launches {INPUTS}"), ("scale", c_float)]
+    _fields_ = [*_fields(f"{WEIGHTS} plan words launches {INPUTS}"), ("scale", c_float)]
 
 
 class WideArguments(ctypes.Structure):
     """`struct Arguments` of wide/memory.cu."""
 
-    _fields_ = [*_fields(f"stream offsets {WEIGHTS} memory stamps {INPUTS}"), ("tokens", c_int), ("scale", c_float)]
+    _fields_ = [*_fields(f"{WEIGHTS} memory stamps {INPUTS}"), ("tokens", c_int), ("scale", c_float)]
 
 
 class Kernel:

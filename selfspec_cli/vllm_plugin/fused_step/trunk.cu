@@ -69,7 +69,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     __syncthreads();
     const Share hidden = share_of(GROUPS_H, lane.warp);
     const u32 base = *(volatile u32*)a.launches * (LAYERS + 1);
-    const char* stream = a.stream + a.offsets[block * WARPS + lane.warp];
     // All that is read from memory by single loads comes first: it would wait behind the weights.
     float* residual = (float*)(shared + AT_RESIDUAL);  // [tiles][NT][16]
 #pragma unroll 1
@@ -113,13 +112,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     const u16* bias_at = a.bias + (plan[0].x + thread / (8 * TOKEN_GROUPS)) * 16 + thread % 8 * 2;
     if (biased) bias = *(const u32*)bias_at;
 #endif
-    u16* sizes = (u16*)(shared + AT_SIZES) + lane.warp * CHUNKS;
-    const int groups_o = share_of(GROUPS_O, lane.warp).groups, groups_i = share_of(GROUPS_I, lane.warp).groups;
-    u16* end = sizes_of(sizes_of(sizes, plan[0].y, hidden.groups), plan[1].y, groups_o);
-    end = sizes_of(sizes_of_strips(end, plan[2].y, hidden.groups), plan[1].y, groups_i);
+    u32* const chunks = (u32*)(shared + AT_CHUNKS) + lane.warp * CHUNKS;
+    u32* end = list_chunks(chunks, 0, GROUPS_H, plan[0].x, plan[0].y, hidden);
+    end = list_chunks(end, FIRST_O, GROUPS_O, plan[1].x, plan[1].y, share_of(GROUPS_O, lane.warp));
+    end = list_strips(end, FIRST_GATE_UP, GROUPS_H, plan[2].x, plan[2].y, hidden);
+    end = list_chunks(end, FIRST_DOWN, GROUPS_I, plan[1].x, plan[1].y, share_of(GROUPS_I, lane.warp));
     __syncthreads();
     Ring ring;
-    ring.begin(stream, sizes, end - sizes, shared + lane.warp * SLOTS * CHUNK,
+    ring.begin(a.weights, chunks, end - chunks, shared + lane.warp * SLOTS * CHUNK,
                address(shared + AT_BARRIERS) + lane.warp * SLOTS * 8, lane.id);
     float* squares = (float*)(shared + AT_SQUARES);
     for (int layer = 0; layer < LAYERS; layer++) {

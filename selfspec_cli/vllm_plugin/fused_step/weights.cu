@@ -1,26 +1,28 @@
-// ---- a warp's stream of weights --------------------------------------------------------------------------------
-// A chunk is at most RECORDS records of one phase. Every layer has the same chunks; their sizes are in shared memory.
+// ---- a warp's weights ------------------------------------------------------------------------------------------
+// A chunk is at most RECORDS neighbouring records of one phase. Every layer has the same chunks. They are listed in
+// shared memory, as 8 times the number of a chunk's first record in a layer, plus how many it has.
 struct Ring {
-    const char* next;
-    const u16* sizes;
+    const char* layer;  // records of the layer from which the next chunk is requested
+    const u32* list;
     char* slots;
     u32 barriers, slot, parity, coming, chunks, left;  // coming: chunk of a layer that is requested next
     u64 policy;
 
     __device__ __forceinline__ void request(u32 to, u32 id) {
         if (left > 0) {
-            u32 bytes = sizes[coming];
             if (id == 0) {
-                u32 barrier = barriers + to * 8;
+                const u32 chunk = list[coming], bytes = chunk % 8 * RECORD, barrier = barriers + to * 8;
                 barrier_arrive_and_expect(barrier, bytes);
-                copy_async(address(slots + to * CHUNK), next, bytes, barrier, policy);
+                copy_async(address(slots + to * CHUNK), layer + u64(chunk / 8) * RECORD, bytes, barrier, policy);
             }
-            next += bytes, left--;
-            if (++coming == chunks) coming = 0;
+            left--;
+            if (++coming == chunks) coming = 0, layer += LAYER_BYTES;
         }
     }
-    __device__ __forceinline__ void begin(const char* from, const u16* layer, u32 count, char* where, u32 barrier, u32 id) {
-        next = from, sizes = layer, chunks = count, left = count * LAYERS, slots = where, barriers = barrier;
+    __device__ __forceinline__ void begin(
+        const char* weights, const u32* chunks_of_layer, u32 count, char* where, u32 barrier, u32 id
+    ) {
+        layer = weights, list = chunks_of_layer, chunks = count, left = count * LAYERS, slots = where, barriers = barrier;
         slot = parity = coming = 0, policy = read_once();
         if (id == 0) {
 #pragma unroll 1
@@ -205,17 +207,23 @@ __device__ __forceinline__ void product_of_strips(Ring& ring, const Lane& lane, 
     }
 }
 
-// Bytes of the chunks of a phase, in the order in which they are multiplied; returns the end.
-__device__ __forceinline__ u16* sizes_of(u16* to, int tiles, int groups) {
+// Lists chunks of a phase, in the order in which they are multiplied, and returns the list's end. first: the number in a
+// layer of the product's first record; columns: groups of the product; tile, tiles: of the block; share: of the warp.
+__device__ __forceinline__ u32* list_chunks(u32* to, int first, int columns, int tile, int tiles, const Share& share) {
+    first += tile * columns + share.begin;
 #pragma unroll 1
-    for (; tiles > 0; tiles--) {
+    for (; tiles > 0; tiles--, first += columns) {
 #pragma unroll 1
-        for (int left = groups; left > 0; left -= RECORDS) *to++ = min(left, RECORDS) * RECORD;
+        for (int n = 0; n < share.groups; n += RECORDS) *to++ = (first + n) * 8 + min(share.groups - n, RECORDS);
     }
     return to;
 }
-__device__ __forceinline__ u16* sizes_of_strips(u16* to, int tiles, int groups) {
+__device__ __forceinline__ u32* list_strips(u32* to, int first, int columns, int tile, int tiles, const Share& share) {
+    first += tile * columns + share.begin * STRIP;
 #pragma unroll 1
-    for (int n = tiles / RECORDS * groups; n > 0; n--) *to++ = RECORDS * RECORD;
+    for (; tiles > 0; tiles -= STRIP, first += STRIP * columns) {
+#pragma unroll 1
+        for (int n = 0; n < share.groups * STRIP; n += RECORDS) *to++ = (first + n) * 8 + RECORDS;
+    }
     return to;
 }

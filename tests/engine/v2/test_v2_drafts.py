@@ -156,7 +156,7 @@ class Held:
 
     def __init__(self, decoder: Any, layers: list[Any], copied: Any, config: Any, device: Any, alone: bool) -> None:
         self.copied, self.alone, self.asked, self.renewed = copied, alone, 0, list[bool]()
-        self.copies = [copy.weight.clone() for number in range(len(layers)) for copy in self._of(number)]
+        self.copies = torch.cat([copy.weight.flatten() for number in range(len(layers)) for copy in self._of(number)])
 
     def _of(self, number: int) -> list[CopiedWeight]:
         return [part for part in self.copied(number).modules() if isinstance(part, CopiedWeight)]
@@ -166,11 +166,11 @@ class Held:
 
     def renew(self, copies: bool) -> None:
         self.renewed.append(copies)
-        now = [copy.weight for number in range(LAYERS // 2) for copy in self._of(number)]
-        assert not any(map(torch.equal, now, self.copies))  # made of the weights of now
+        now = torch.cat([copy.weight.flatten() for number in range(LAYERS // 2) for copy in self._of(number)])
+        assert (now == self.copies).float().mean() < 0.5  # made of the weights of now
 
     def read_by_a_step(self) -> list[torch.Tensor]:
-        return self.copies
+        return [self.copies]
 
 
 def test_a_kernel_for_all_layers_is_all_that_holds_copies_and_other_steps_are_on_the_targets_weights(
@@ -184,7 +184,7 @@ def test_a_kernel_for_all_layers_is_all_that_holds_copies_and_other_steps_are_on
         same(engine, plain, few=3)
         drafter = engine.runner.speculator
         trunk, head = list(drafter.model.modules()), sum(tensor.nbytes for tensor in drafter.head.tensors)
-        copies = sum(tensor.nbytes for tensor in held[0].copies)
+        copies = held[0].copies.nbytes
         weights, step = engine.call("early_exit_weights"), engine.call("early_exit_step_bytes")
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         changed = tokens(engine.generate(PROMPTS[:3], parameters()[:3]))

@@ -1,8 +1,7 @@
 """How the kernel for many tokens shares out its work and lays out weights (memory.cu explains it). Needs torch alone.
 
-Weights are the records of ../layout.py, tiles of 16 rows times groups of 64 columns. Every block has the records of all
-layers in one stream, in the order in which it multiplies them: for each of the four products, group after group, the
-tiles of its rows."""
+Weights are the records of ../layout.py, tiles of 16 rows times groups of 64 columns. A block copies those of its rows
+and columns of each of the four products, a slab of groups at a time."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Records, Shape, round_up
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, RECORD, Shape, round_up
 
 SHARED = 232448  # bytes of shared memory that a block of a Hopper GPU can have
 WIDTHS = (16, 32, 48, 64)  # tokens that a kernel is compiled for, at most
@@ -57,6 +56,7 @@ class Build:
     name: ClassVar[bytes] = b"draft_trunk_wide"
     parts: ClassVar[tuple[str, ...]] = (
         "ptx.cu",
+        "shape.cu",
         "wide/memory.cu",
         "keys.cu",
         "wide/product.cu",
@@ -175,7 +175,7 @@ def built(shape: Shape, blocks: int, tokens: int, shared: int = SHARED, warps: i
     None: with which the slowest warp is fastest. Raises ValueError if a block's tiles or the rings have no room."""
     plans: list[tuple[float, Build]] = []
     reason = ValueError()
-    parts = _parts_of_down(shape, blocks)
+    parts = _parts_of_down(shape, blocks, tokens)
     for count in WARPS if warps is None else (warps,):
         try:
             plans.append(_planned(Build(shape, tokens, count, blocks, (1, 1, 1, 1), *parts, 1)))
@@ -220,22 +220,19 @@ def _row_groups(tiles: int, groups: int, warps: int, most: int) -> int:
     return min(possible, key=lambda n: (_rounds(tiles, groups, n, warps), n))
 
 
-def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
-    """Parts of the rows and of the columns of down with which builds for all numbers of tokens should take least time.
-    They are the same for all, because weights are laid out by them."""
+def _parts_of_down(shape: Shape, blocks: int, tokens: int) -> tuple[int, int]:
+    """Parts of the rows and of the columns of down with which it should take least time."""
 
     def cost(rows: int) -> tuple[float, int, int]:
-        slices, all_us = min(blocks // rows, shape.groups["down"]), 0.0
+        slices = min(blocks // rows, shape.groups["down"])
         tiles, groups = -(-shape.tiles["down"] // rows), -(-shape.groups["down"] // slices)
         if tiles > 1.25 * -(-shape.tiles["gate_up"] // blocks):  # slots are as large as the largest slab of weights
             return math.inf, rows, slices
         owned = -(-shape.tiles["o"] // blocks)
-        for tokens in WIDTHS:
-            moved = tokens * (groups * 128 + tiles * 64 + owned * slices * 64)
-            all_us += moved / BYTES_PER_US + min(products_us(tiles, groups, tokens, warps) for warps in WARPS)
-        return all_us, rows, slices
+        moved = tokens * (groups * 128 + tiles * 64 + owned * slices * 64)
+        return moved / BYTES_PER_US + min(products_us(tiles, groups, warps) for warps in WARPS), rows, slices
 
-    def products_us(tiles: int, groups: int, tokens: int, warps: int) -> float:
+    def products_us(tiles: int, groups: int, warps: int) -> float:
         try:
             row_groups = _row_groups(tiles, groups, warps, TILES[tokens, warps])
         except ValueError:
@@ -244,18 +241,3 @@ def _parts_of_down(shape: Shape, blocks: int) -> tuple[int, int]:
 
     _, rows, slices = min(map(cost, range(1, min(blocks, shape.tiles["down"]) + 1)))
     return rows, slices
-
-
-class Stream(Records):
-    """All blocks' records."""
-
-    def __init__(self, build: Build, device: torch.device) -> None:
-        shape = build.shape
-
-        def numbers(block: int, name: str) -> Tensor:
-            tiles, groups = build.work(name, block)
-            tile = torch.arange(tiles.start, tiles.stop)[None] * shape.groups[name]
-            return (shape.first[name] + tile + torch.arange(groups.start, groups.stop)[:, None]).flatten()
-
-        sources = [torch.cat([numbers(block, name) for name in PHASES]) for block in range(build.blocks)]
-        super().__init__(shape.layers, sources, device)

@@ -13,9 +13,9 @@
 // 3. qkv, o and gate_up split their rows over all blocks. `down` splits rows and columns (DOWN_ROWS x DOWN_SLICES), so a
 //    block reads a slice of the intermediate, and stores partial sums in float. `finish` adds the slices up: a block
 //    owns the residual of 16 columns, in float in its shared memory, from the first layer to the last.
-// 4. Weights are int4 with a scale for each 64 columns, in the records of 544 bytes of ../layout.py. A block's records
-//    of all layers are one stream, in the order in which it multiplies them. One warp copies the stream ahead into a
-//    ring, past hops: the ring holds most of a layer. A second warp waits for counters and copies activations, a third
+// 4. Weights are int4 with a scale for each 64 columns, in the records of 544 bytes of ../layout.py. One warp copies those
+//    that its block multiplies ahead into a ring, past hops: the ring holds most of a layer. What it copies at a time are
+//    slabs of columns of all of the block's tiles. A second warp waits for counters and copies activations, a third
 //    one asks for keys ahead of their layer. Twelve or eight warps multiply. They share a block's tiles (ROWS_...) and its
 //    columns (the other factor of their number), unpack a record once for all tokens, and add up their sums in shared
 //    memory, 16 tokens at a time.
@@ -46,11 +46,8 @@
 // of columns of a copy of activations) RECORDS (of a slot of weights, at most) WEIGHT_SLOTS INPUT_SLOTS ITEMS (of
 // attention, of a block, at most), and SHARED and MEMORY, which layout.py counted too.
 //
-// The parts, in order: ../ptx.cu, memory.cu, ../keys.cu, product.cu, attention.cu, trunk.cu.
+// The parts, in order: ../ptx.cu, ../shape.cu, memory.cu, ../keys.cu, product.cu, attention.cu, trunk.cu.
 
-#define QKV ((QH + 2 * KVH) * DIM)
-#define HEADS_OUT (QH * DIM)
-#define GROUP_HEADS (QH / KVH)
 #define MULTIPLIERS (WARPS * 32)       // threads that multiply
 #define THREADS (MULTIPLIERS + 4 * 32) // and a warpgroup of which three copy weights, activations and keys
 // Of a thread, given out by warpgroups. With 12 warps 128 at the start, and (3 * 152 + 56) / 4 is 128; with 8 warps 168,
@@ -58,15 +55,9 @@
 #define REGISTERS_TO_MULTIPLY (WARPS == 12 ? 152 : 232)
 #define REGISTERS_TO_COPY (WARPS == 12 ? 56 : 40)
 static_assert(WARPS == 12 || WARPS == 8, "registers for other numbers of warps");
-#define RECORD 544
-#define LOG2E 1.4426950408889634f
 #define COUNT_OF(all, parts) (((all) + (parts) - 1) / (parts))
-#define MAX2(a, b) ((a) > (b) ? (a) : (b))
 #define ROUND_UP(count, unit) (COUNT_OF(count, unit) * (unit))
 
-#define TILES_QKV (QKV / 16)
-#define TILES_HIDDEN (HIDDEN / 16)
-#define TILES_GATE_UP (2 * INTER / 16)
 #define OWNED COUNT_OF(TILES_HIDDEN, NB)  // most tiles of the residual in a block
 #define BIASED COUNT_OF(TILES_QKV, NB)  // most tiles of qkv in a block
 #define SUM_ROW 20                         // floats from a token's 16 sums to the next one's: no two lanes in one bank
@@ -118,8 +109,7 @@ static_assert(SHARED_BYTES == SHARED && MEMORY_BYTES == MEMORY, "layout.py count
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block of a Hopper GPU has");
 
 struct Arguments {
-    const char* stream;        // every block's records
-    const long long* offsets;  // [NB] where its stream begins, in bytes
+    const char* weights;       // [LAYERS] records of the four products
     const u16* norms;          // [LAYERS][2][HIDDEN]
     const u16* bias;           // [LAYERS][QKV]
     const u16* head_norms;     // [LAYERS][2][DIM], of queries and keys
@@ -209,11 +199,11 @@ struct Ring {
     __device__ __forceinline__ void init() const {
         for (u32 n = 0; n < SLOTS; n++) barrier_init(full + n * 8, 1), barrier_init(empty + n * 8, WARPS * ARRIVING);
     }
-    // Where `bytes` bytes are to be copied; the slot's barrier expects them.
-    __device__ __forceinline__ u32 fill(u32 bytes, u32& barrier) {
+    // Where `bytes` bytes are to be copied; the slot's barrier expects them. By one thread, or all lanes of a warp.
+    __device__ __forceinline__ u32 fill(u32 bytes, u32& barrier, u32 id) {
         barrier_wait(empty + slot * 8, parity ^ 1);
         barrier = full + slot * 8;
-        barrier_arrive_and_expect(barrier, bytes);
+        if (id == 0) barrier_arrive_and_expect(barrier, bytes);
         const u32 to = address(slots + slot * BYTES);
         next();
         return to;
@@ -239,7 +229,7 @@ typedef Ring<WEIGHT_SLOTS, WEIGHT_SLOT> Weights;
 typedef Ring<INPUT_SLOTS, INPUT_SLOT> Inputs;
 
 // ---- shares of blocks ------------------------------------------------------------------------------------------
-// layout.py lays the stream out by the same numbers.
+// layout.py counts with the same numbers.
 struct Share {
     int first, count;
 };
@@ -251,20 +241,28 @@ __device__ __forceinline__ Share share_of(int all, int part, int parts) {
 // A block's part of a product: tiles of 16 rows times groups of 64 columns.
 struct Work {
     Share tiles, groups;
+    int first, columns;      // number in a layer of the product's first record, and its groups of columns
+    bool strips;             // whether a group's records of STRIP tiles lie side by side
     int row_groups, splits;  // of warps: those of a row group share its tiles, those of a split its groups of columns
     int slice;               // of columns
 };
 __device__ __forceinline__ Work work_of(int phase, int block) {
     switch (phase) {
-        case QKV_PHASE: return {share_of(TILES_QKV, block, NB), {0, HIDDEN / 64}, ROWS_QKV, WARPS / ROWS_QKV, 0};
-        case O_PHASE: return {share_of(TILES_HIDDEN, NB - 1 - block, NB), {0, HEADS_OUT / 64}, ROWS_O, WARPS / ROWS_O, 0};
-        case GATE_UP_PHASE:
-            return {share_of(TILES_GATE_UP, block, NB), {0, HIDDEN / 64}, ROWS_GATE_UP, WARPS / ROWS_GATE_UP, 0};
+        case QKV_PHASE:
+            return {share_of(TILES_QKV, block, NB), {0, GROUPS_H}, 0, GROUPS_H, false, ROWS_QKV, WARPS / ROWS_QKV, 0};
+        case O_PHASE: {
+            const Share tiles = share_of(TILES_HIDDEN, NB - 1 - block, NB);
+            return {tiles, {0, GROUPS_O}, FIRST_O, GROUPS_O, false, ROWS_O, WARPS / ROWS_O, 0};
+        }
+        case GATE_UP_PHASE: {
+            const Share tiles = share_of(TILES_GATE_UP, block, NB);
+            return {tiles, {0, GROUPS_H}, FIRST_GATE_UP, GROUPS_H, true, ROWS_GATE_UP, WARPS / ROWS_GATE_UP, 0};
+        }
     }
     const int slice = block / DOWN_ROWS;
     const bool some = slice < DOWN_SLICES;
-    const Share tiles = share_of(TILES_HIDDEN, block % DOWN_ROWS, DOWN_ROWS), groups = share_of(INTER / 64, slice, DOWN_SLICES);
-    return {some ? tiles : Share{0, 0}, groups, ROWS_DOWN, WARPS / ROWS_DOWN, slice};
+    const Share tiles = share_of(TILES_HIDDEN, block % DOWN_ROWS, DOWN_ROWS), groups = share_of(GROUPS_I, slice, DOWN_SLICES);
+    return {some ? tiles : Share{0, 0}, groups, FIRST_DOWN, GROUPS_I, false, ROWS_DOWN, WARPS / ROWS_DOWN, slice};
 }
 // Which row group and which split a warp is of.
 struct Role {
@@ -274,5 +272,13 @@ __device__ __forceinline__ Role role_of(const Lane& lane, const Work& work) {
     const int split = lane.warp / work.row_groups;
     return {int(lane.warp) - split * work.row_groups, split};
 }
-// Slabs whose weights are one copy.
+// Slabs whose weights are in one slot.
 __device__ __forceinline__ int slabs_together(const Work& work) { return max(1, RECORDS / (SLAB * work.tiles.count)); }
+// How far apart, in bytes, a slot has the records of a tile and the next one, and of a group of columns and the next one.
+struct Strides {
+    int tile, group;
+};
+__device__ __forceinline__ Strides strides_of(const Work& work) {
+    if (work.strips) return {RECORD, work.tiles.count * RECORD};
+    return {slabs_together(work) * SLAB * RECORD, RECORD};
+}

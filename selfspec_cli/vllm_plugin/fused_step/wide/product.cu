@@ -1,12 +1,12 @@
 // ---- where activations lie ---------------------------------------------------------------------------------------
-// A word of a record has eight columns of a row. Masked and shifted by 0, 8, 4 and 12 bits it gives columns (0, 2),
-// (1, 3), (4, 6) and (5, 7) as pairs, so a token's columns lie in this order. Lane (token % 8, pair) multiplies columns
-// 8 * pair to 8 * pair + 7 of each half of a group: 16 bytes that lie side by side. Byte of columns `column` to
-// `column` + 3 of a token, which are four bf16 in the order 0, 2, 1, 3:
+// A word of a record has four columns of a row, and the four that are 32 further on. Masked and shifted by 0, 8, 4 and 12
+// bits it gives columns (0, 2), (1, 3), (32, 34) and (33, 35) as pairs, so a token's columns lie in this order: 16 bytes
+// side by side. Lane (token % 8, pair) multiplies those of columns 8 * pair to 8 * pair + 3 of each half of a group, and
+// then those of the next four. Byte of columns `column` to `column` + 3 of a token, four bf16 in the order 0, 2, 1, 3:
 __device__ __forceinline__ u32 place_in_fragments(int column, int token) {
     const int group = column / 64, half = column / 32 % 2, pair = column / 8 % 4, four = column / 4 % 2;
-    const int tile = (group * (TOKENS / 8) + token / 8) * 2 + half;
-    return tile * 512 + (token % 8 * 4 + pair) * 16 + four * 8;
+    const int tile = (group * (TOKENS / 8) + token / 8) * 2 + four;
+    return tile * 512 + (token % 8 * 4 + pair) * 16 + half * 8;
 }
 __device__ __forceinline__ u64 pack_four(const float4& x) { return u64(pack(x.y, x.w)) << 32 | pack(x.x, x.z); }
 __device__ __forceinline__ float4 unpack_four(u64 four) {
@@ -20,13 +20,14 @@ struct Sums {
 };
 
 // Eight weights of a row as bf16 pairs, in the order of `place_in_fragments`. Bits 0x43 before q + 8 are 136 + q, from
-// which 136 is subtracted exactly. So the product with the scale is the only rounding.
+// which 136 is subtracted exactly. So the product with the scale is the only rounding. Low halves of bytes are q + 8
+// already; for high halves the bit of 8 is flipped.
 __device__ __forceinline__ void unpack_word(u32 word, u32 scale, u32 (&pairs)[4]) {
-    const u32 mask = 0x000f000fu, magic = 0x43084308u, offset = 0x43084308u;
-    pairs[0] = multiply_pairs(subtract_pairs(mask_and_flip(word, mask, magic), offset), scale);
-    pairs[1] = multiply_pairs(subtract_pairs(mask_and_flip(word >> 8, mask, magic), offset), scale);
-    pairs[2] = multiply_pairs(subtract_pairs(mask_and_flip(word >> 4, mask, magic), offset), scale);
-    pairs[3] = multiply_pairs(subtract_pairs(mask_and_flip(word >> 12, mask, magic), offset), scale);
+    const u32 mask = 0x000f000fu, low_magic = 0x43004300u, high_magic = 0x43084308u, offset = 0x43084308u;
+    pairs[0] = multiply_pairs(subtract_pairs(mask_and_flip(word, mask, low_magic), offset), scale);
+    pairs[1] = multiply_pairs(subtract_pairs(mask_and_flip(word >> 8, mask, low_magic), offset), scale);
+    pairs[2] = multiply_pairs(subtract_pairs(mask_and_flip(word >> 4, mask, high_magic), offset), scale);
+    pairs[3] = multiply_pairs(subtract_pairs(mask_and_flip(word >> 12, mask, high_magic), offset), scale);
 }
 
 // One group of columns: COUNT tiles, whose records are `stride` bytes apart, times all tokens.
@@ -34,14 +35,14 @@ template <int COUNT>
 __device__ __forceinline__ void multiply_tiles(
     const char* records, int stride, const char* tokens, const Lane& lane, Sums& sums
 ) {
-    constexpr int HALVES = TOKENS <= 16 ? 2 : 1;  // at once; both would need more registers than there are
-#pragma unroll HALVES
-    for (int half = 0; half < 2; half++) {
+    constexpr int FOURS = TOKENS <= 16 ? 2 : 1;  // at once; both would need more registers than there are
+#pragma unroll FOURS
+    for (int four = 0; four < 2; four++) {  // of a lane's eight columns in either half of the group
         u32 w[COUNT][2][4];  // of rows `row` and `row + 8`
 #pragma unroll
         for (int tile = 0; tile < COUNT; tile++) {
             const char* record = records + tile * stride;
-            const uint2 words = *(const uint2*)(record + lane.id * 16 + half * 8);
+            const uint2 words = *(const uint2*)(record + lane.id * 16 + four * 8);
             const u32 scales = *(const u32*)(record + 512 + lane.row * 4);
             const float above = half_to_float(scales & 0xffff), below = half_to_float(scales >> 16);
             unpack_word(words.x, pack(above, above), w[tile][0]);
@@ -49,7 +50,7 @@ __device__ __forceinline__ void multiply_tiles(
         }
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; n++) {
-            const uint4 x = *(const uint4*)(tokens + (n * 2 + half) * 512 + lane.id * 16);
+            const uint4 x = *(const uint4*)(tokens + (n * 2 + four) * 512 + lane.id * 16);
 #pragma unroll
             for (int tile = 0; tile < COUNT; tile++) {
                 float* sum = sums.of[tile][n];
@@ -74,10 +75,11 @@ __device__ __forceinline__ void multiply_group(
 __device__ __forceinline__ void product(
     Weights& weights, Inputs& inputs, const Lane& lane, const Work& work, const Role& role, Sums& sums
 ) {
-    const int tiles = work.tiles.count, groups = work.groups.count, together = slabs_together(work);
-    const int count = (tiles - role.row + work.row_groups - 1) / work.row_groups;
-    int group = role.split, in_copy = 0;  // the warp's next group; slabs of the copy of weights before this one
-    const char* records = nullptr;        // of the copy's first group and the warp's first tile
+    const int groups = work.groups.count, together = slabs_together(work);
+    const int count = (work.tiles.count - role.row + work.row_groups - 1) / work.row_groups;
+    const Strides strides = strides_of(work);
+    int group = role.split, in_slot = 0;  // the warp's next group; slabs of the slot of weights before this one
+    const char* records = nullptr;        // of the slot's first group and the warp's first tile
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
@@ -86,15 +88,16 @@ __device__ __forceinline__ void product(
             for (int i = 0; i < 4; i++) sums.of[tile][n][i] = 0.f;
 #pragma unroll 1
     for (int first = 0; first < groups; first += SLAB) {
-        if (in_copy == 0) records = weights.take() + role.row * RECORD;
+        if (in_slot == 0) records = weights.take() + role.row * strides.tile;
         const char* tokens = inputs.take();
 #pragma unroll 1
         for (; group < min(first + SLAB, groups); group += work.splits) {
-            const char* from = records + (in_copy * SLAB + group - first) * tiles * RECORD;
-            multiply_group<TILES>(count, from, work.row_groups * RECORD, tokens + (group - first) * GROUP_BYTES, lane, sums);
+            const char* from = records + (in_slot * SLAB + group - first) * strides.group;
+            const int stride = work.row_groups * strides.tile;
+            multiply_group<TILES>(count, from, stride, tokens + (group - first) * GROUP_BYTES, lane, sums);
         }
         inputs.release(lane.id);
-        if (++in_copy == together || first + SLAB >= groups) weights.release(lane.id), in_copy = 0;
+        if (++in_slot == together || first + SLAB >= groups) weights.release(lane.id), in_slot = 0;
     }
 }
 

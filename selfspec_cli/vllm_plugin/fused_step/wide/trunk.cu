@@ -1,20 +1,47 @@
 // ---- the warps that copy -----------------------------------------------------------------------------------------
-// The block's stream of weights into its ring, as fast as slots become free. By one thread.
-__device__ __forceinline__ void copy_weights(const Arguments& a, Weights weights, int block) {
-    const char* from = a.stream + a.offsets[block];
+// Records of a product that lie side by side in memory and in a slot.
+struct Run {
+    int from, count;  // the first one's number in a layer
+    u32 to;           // bytes from the slot's beginning
+};
+// Strips that the block has tiles of.
+__device__ __forceinline__ int strips_of(const Work& work) {
+    return (work.tiles.first + work.tiles.count - 1) / STRIP - work.tiles.first / STRIP + 1;
+}
+// number-th run of `groups` groups of columns from `first` on: a tile's groups, or a group's tiles that are of one strip.
+__device__ __forceinline__ Run run_of(const Work& work, const Strides& strides, int number, int first, int groups) {
+    const int column = work.groups.first + first;
+    if (!work.strips) {
+        return {work.first + (work.tiles.first + number) * work.columns + column, groups, u32(number * strides.tile)};
+    }
+    const int strip = work.tiles.first / STRIP + number / groups, group = number % groups;
+    const int begin = max(work.tiles.first, strip * STRIP), end = min(work.tiles.first + work.tiles.count, strip * STRIP + STRIP);
+    const int from = work.first + (strip * work.columns + column + group) * STRIP + begin % STRIP;
+    return {from, end - begin, u32(group * strides.group + (begin - work.tiles.first) * RECORD)};
+}
+
+// The block's weights into its ring, as fast as slots become free. By one warp, whose lanes copy runs in turn.
+__device__ __forceinline__ void copy_weights(const Arguments& a, const Lane& lane, Weights weights, int block) {
     const u64 policy = read_once();
 #pragma unroll 1
     for (int n = 0; n < LAYERS * 4; n++) {
         const Work work = work_of(n % 4, block);
         if (work.tiles.count == 0) continue;
-        const int groups = slabs_together(work) * SLAB;
+        const char* const layer = a.weights + u64(n / 4) * LAYER_BYTES;
+        const Strides strides = strides_of(work);
+        const int most = slabs_together(work) * SLAB;
 #pragma unroll 1
-        for (int first = 0; first < work.groups.count; first += groups) {
-            const u32 bytes = min(groups, work.groups.count - first) * work.tiles.count * RECORD;
+        for (int first = 0; first < work.groups.count; first += most) {
+            const int groups = min(most, work.groups.count - first);
             u32 barrier;
-            const u32 to = weights.fill(bytes, barrier);
-            copy_async(to, from, bytes, barrier, policy);
-            from += bytes;
+            const u32 to = weights.fill(groups * work.tiles.count * RECORD, barrier, lane.id);
+            __syncwarp();  // a lane without a run would not notice that the slot is filled and emptied again
+            const int runs = work.strips ? groups * strips_of(work) : work.tiles.count;
+#pragma unroll 1
+            for (int number = lane.id; number < runs; number += 32) {
+                const Run run = run_of(work, strides, number, first, groups);
+                copy_async(to + run.to, layer + u64(run.from) * RECORD, run.count * RECORD, barrier, policy);
+            }
         }
     }
 }
@@ -54,7 +81,7 @@ __device__ __forceinline__ void copy_inputs(const Arguments& a, Inputs inputs, i
         for (int first = 0; first < work.groups.count; first += SLAB) {
             const u32 bytes = min(SLAB, work.groups.count - first) * GROUP_BYTES;
             u32 barrier;
-            const u32 to = inputs.fill(bytes, barrier);
+            const u32 to = inputs.fill(bytes, barrier, 0);
             copy_async(to, from, bytes, barrier);
             from += bytes;
         }
@@ -352,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk_wide(const 
         fewer_registers<REGISTERS_TO_COPY>();
         const Lane lane = Lane::of(threadIdx.x - MULTIPLIERS);
         if (lane.warp == 0) {
-            if (lane.id == 0) copy_weights(a, weights, block.number);
+            copy_weights(a, lane, weights, block.number);
         } else if (lane.warp == 1) {
             if (lane.id < PHASES) bases[lane.id] = base_of(a, lane.id);
             sync_start();

@@ -232,10 +232,6 @@ def decoder(model: Any) -> Any:
     return SimpleNamespace(layers=layers, **parts)
 
 
-def fused_of(trunk: Any, requests: int) -> FusedStep:
-    return FusedStep(trunk, trunk.layers, trunk.layers.__getitem__, 16, CPU, requests)
-
-
 @pytest.fixture
 def six_multiprocessors(monkeypatch):
     """A GPU of that size, and blocks of four warps: none is without a share of the columns, which are few."""
@@ -257,7 +253,7 @@ def test_an_engines_step_of_many_tokens_is_the_wide_kernel(six_multiprocessors, 
     monkeypatch.setattr(vllm_names, "get_attention_context", lambda _: attention, raising=False)
     monkeypatch.setattr(vllm_names, "get_forward_context", lambda: context, raising=False)
     trunk = decoder(model)
-    fused = fused_of(trunk, requests=64)
+    fused = FusedStep(trunk, trunk.layers, trunk.layers.__getitem__, 16, CPU)
     wanted, _ = trunk_model.reference(step, trunk_model.MANY_TOKENS)
     buffers = SimpleNamespace(input_ids=step.ids, positions=step.positions)
     out = fused(len(step.lengths), buffers)
@@ -265,8 +261,7 @@ def test_an_engines_step_of_many_tokens_is_the_wide_kernel(six_multiprocessors, 
     assert out is not None and trunk_model.error(out[live], wanted[live]) < CLOSE["many"]
     some = fused(5, buffers)  # two heads of five tokens are more than six blocks, so it is the same kernel
     assert some is not None and trunk_model.error(some[live[:5]], wanted[:5][live[:5]]) < CLOSE["many"]
-    assert fused.tokens == (16,)
-    assert fused_of(trunk, requests=8).most == 8
+    assert fused.tokens == (16,) and fused.most == 64
 
 
 @pytest.mark.parametrize(("spilled", "alone"), [(0, True), (10_000, False)])

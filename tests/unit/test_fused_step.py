@@ -259,12 +259,12 @@ def test_shapes_without_code_are_named(changes, wanted):
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=wide.SHARED)
 
 
-def a_step(monkeypatch: pytest.MonkeyPatch, layers: list[Any], copied: Any, requests: int = 256) -> Any:
+def a_step(monkeypatch: pytest.MonkeyPatch, layers: list[Any], copied: Any) -> Any:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H200)
     decoder = SimpleNamespace(norm=RMSNorm(1536), embed_tokens=SimpleNamespace(weight=torch.zeros(8, 1536)))
     for layer in layers:
         layer.self_attn.scaling = 0.1
-    return drafting.FusedStep(decoder, layers, copied, 16, torch.device("cpu"), requests)
+    return drafting.FusedStep(decoder, layers, copied, 16, torch.device("cpu"))
 
 
 def test_one_layer_at_a_time_is_on_copies_and_only_what_kernels_read_is_kept(monkeypatch):
@@ -298,11 +298,8 @@ OF_7B = {"hidden": 3584, "intermediate": 18944, "query_heads": 28, "heads": 4}
     [
         ({}, 1, True),
         ({}, 256, True),
-        ({"query_heads": 32, "heads": 32}, 4, True),
-        ({"query_heads": 32, "heads": 32}, 5, False),  # a block attends to one head of one token
-        ({"query_heads": 32, "heads": 32}, 9, True),  # the kernel for more tokens takes their place
-        (OF_7B, 4, True),
-        (OF_7B, 8, False),
+        ({"query_heads": 32, "heads": 32}, 8, True),  # more heads than blocks: the kernel for more tokens takes over
+        (OF_7B, 8, True),
         (OF_7B, 256, True),
         ({"intermediate": 65536}, 256, False),
     ],

@@ -1,6 +1,6 @@
 """The layers that draft as one kernel, where a model is one that the kernel knows.
 
-There are two such kernels, for up to MOST tokens and, in engines for more requests, for up to MOST_WIDE. The engine's
+There are two such kernels, for up to MOST tokens and for up to MOST_WIDE, and both read the same copies. The engine's
 graphs are for one number of tokens each, so the choice between them and the kernels for single products falls when a
 graph records a step. Only drafts are computed so: the verify pass decides, on kernels of vLLM's."""
 
@@ -51,7 +51,7 @@ def fused_step(
     page, requests = vllm_config.cache_config.block_size, vllm_config.scheduler_config.max_num_seqs
     if alone and not every_step_has_a_kernel(shape_of(layers, page), device, requests):
         return None
-    made = FusedStep(decoder, layers, copied, page, device, requests)
+    made = FusedStep(decoder, layers, copied, page, device)
     if alone and not all(made.compiled(tokens, page) for tokens in {min(requests, MOST), min(requests, made.most)}):
         return None  # the log says why
     logger.info_once(
@@ -66,9 +66,9 @@ def fused_step(
 
 def every_step_has_a_kernel(shape: Shape, device: torch.device, requests: int) -> bool:
     """Whether steps of 1 to `requests` tokens, or to MOST_WIDE, have room on a device."""
-    if requests <= MOST:
-        return all(has_room(tokens, shape, device) for tokens in range(1, requests + 1))
-    return all(has_room(most, shape, device) for most in wide_layout.WIDTHS if requests > most - 16)
+    if all(has_room(most, shape, device) for most in wide_layout.WIDTHS if requests > most - 16):
+        return True
+    return requests <= MOST and all(has_room(tokens, shape, device) for tokens in range(1, requests + 1))
 
 
 def has_room(tokens: int, shape: Shape, device: torch.device) -> bool:
@@ -91,21 +91,16 @@ def build_for(tokens: int, shape: Shape, device: torch.device) -> Any:
 
 class FusedStep:
     """The weights of layers as both kernels read them, and the kernel for each number of tokens that was asked for.
-    copied: kept, to follow weights that are replaced. requests: of the engine, at most."""
+    copied: kept, to follow weights that are replaced."""
 
-    def __init__(
-        self, decoder: Any, layers: Sequence[Any], copied: Copied, page: int, device: torch.device, requests: int
-    ) -> None:
+    def __init__(self, decoder: Any, layers: Sequence[Any], copied: Copied, page: int, device: torch.device) -> None:
         self._layers, self._copied = layers, copied
         attentions = [layer.self_attn for layer in layers]
         self.shape, self._device = shape_of(layers, page), device
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._stream = Stream(self.shape, device)
-        wide = requests > MOST and has_room(min(wide_layout.WIDTHS), self.shape, device)
-        self.most = MOST_WIDE if wide else MOST
+        self.most = MOST_WIDE if has_room(min(wide_layout.WIDTHS), self.shape, device) else MOST
         """Most tokens of a step."""
-        few = range(1, MOST + 1)
-        self._few = [n for n in few if has_room(n, self.shape, device)] if wide else few
         self.fill()
         self._names = [attention.attn.layer_name for attention in attentions]
         self._scale = float(attentions[0].scaling) * LOG2_E
@@ -153,8 +148,10 @@ class FusedStep:
         }
         tensors = {**self._tensors, **step, "weights": self.copies}
         pointers = {name: pointer(tensor) for name, tensor in tensors.items()} | numbers
-        few = num_tokens in self._few
-        kernel(Arguments(**pointers, plan=pointer(self._plan)) if few else WideArguments(**pointers, tokens=num_tokens))
+        if isinstance(kernel.build, wide_layout.Build):
+            kernel(WideArguments(**pointers, tokens=num_tokens))
+        else:
+            kernel(Arguments(**pointers, plan=pointer(self._plan)))
         return out
 
     @property
@@ -204,13 +201,15 @@ class FusedStep:
         return True
 
     def compiled(self, tokens: int, page: int) -> Any:
-        """The kernel for a number of tokens and of a block of the KV cache; None where it would be slow, or cannot be
-        compiled."""
-        if tokens not in self._few:  # the one for more tokens has room for large layers, too
-            tokens = min(most for most in wide_layout.WIDTHS if most >= tokens)
-        if tokens not in self._kernels and not torch.cuda.is_current_stream_capturing():
-            self._kernels[tokens] = self._built(tokens, page)
-        return self._kernels.get(tokens)
+        """The kernel for a number of tokens and of a block of the KV cache; None where all would be slow, or cannot be
+        compiled. The one for more tokens has room for large layers, too."""
+        few = [tokens] if tokens <= MOST else []
+        for most in [*few, *[width for width in wide_layout.WIDTHS if tokens <= width <= self.most][:1]]:
+            if most not in self._kernels and not torch.cuda.is_current_stream_capturing():
+                self._kernels[most] = self._built(most, page)
+            if self._kernels.get(most) is not None:
+                return self._kernels[most]
+        return None
 
     def _built(self, tokens: int, page: int) -> Any:
         try:
@@ -222,7 +221,8 @@ class FusedStep:
         except (ValueError, RuntimeError) as error:
             reason = str(error)
         logger = vllm.init_logger("vllm.selfspec")
-        logger.warning("draft step: not one kernel at %d tokens, and slower, because %s", tokens, reason)
+        log = logger.info if tokens <= MOST < self.most else logger.warning  # the kernel for more tokens takes over
+        log("draft step: no kernel of its own at %d tokens, because %s", tokens, reason)
         return None
 
     def _addresses(self) -> Tensor | None:

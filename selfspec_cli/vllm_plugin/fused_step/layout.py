@@ -3,7 +3,7 @@
 
 Copies of 4 bits (`early_exit.draft_weights.integers`) are laid out anew, as records: a tile of 16 rows times one group
 of 64 columns. A layer has those of qkv, the output product, gate and up, and down, one after the other; of each, tile
-by tile, the records of a tile's columns. Only gate and up go by strips of four tiles, and have the four records of a
+after tile, the records of a tile's columns. Only gate and up have strips of four tiles, with the four records of a
 group side by side. So what a warp or a block needs at a time are a few runs of neighbouring records."""
 
 import heapq

@@ -111,16 +111,6 @@ def test_a_rank_that_is_not_the_tensors_is_refused(tmp_path):
     assert "rank" in said(HeadError, save_head, tmp_path / "x.safetensors", head, dataclasses.replace(metadata, rank=3))
 
 
-@pytest.mark.parametrize("name", ["ee_layer7_lsq.pt", "h7.pt"])
-@pytest.mark.parametrize("bare", [True, False])
-def test_legacy_files(name, bare, tmp_path):
-    torch.save(W if bare else {"weight": W}, tmp_path / name)
-    head, metadata = load_head(tmp_path / name, layer=7, hidden=HIDDEN, vocab_size=VOCAB, fingerprint="unknown to it")
-    assert torch.equal(head.weight, W)
-    assert metadata == HeadMetadata("lsq", 7, HIDDEN, VOCAB)
-    assert "layer 7" in said(HeadError, load_head, tmp_path / name, layer=6)
-
-
 @pytest.mark.parametrize("bias", [None, torch.arange(VOCAB).float()])
 def test_a_head_goes_to_a_pt_file_and_back(bias, tmp_path, caplog):
     meta = dataclasses.replace(META, kind="lsq", target="next_token", layer=12, fit={"scale": 21.5})
@@ -129,10 +119,11 @@ def test_a_head_goes_to_a_pt_file_and_back(bias, tmp_path, caplog):
     held = torch.load(file, weights_only=True)
     assert set(held) == {"weight", "after_norm", "scale"} | (set() if bias is None else {"bias"})
     assert all(isinstance(tensor, torch.Tensor) for tensor in held.values())
-    head, metadata = load_head(file, layer=12, hidden=HIDDEN, vocab_size=VOCAB)
+    assert "layer 12" in said(HeadError, load_head, file, layer=6)
+    head, metadata = load_head(file, layer=12, hidden=HIDDEN, vocab_size=VOCAB, fingerprint="unknown to it")
     assert torch.equal(head.weight, W)
     assert bias is None or torch.equal(head.tensors["bias"], bias)
-    assert metadata.fit == {"scale": 21.5}
+    assert metadata == HeadMetadata("lsq", 12, HIDDEN, VOCAB, bias=bias is not None, fit={"scale": 21.5})
     assert not caplog.records, "the file says that it was fitted after the norm"
 
 
@@ -230,17 +221,16 @@ def test_every_head_has_a_name_of_its_own():
         assert HeadSpec.from_name(spec.name) == spec
 
 
-def test_heads_of_one_layer_are_told_apart(tmp_path):
-    """Not by the names of their files but by what their metadata say."""
-    kinds = {"a": META, "b": dataclasses.replace(META, target="argmax"), "c": dataclasses.replace(META, bias=True)}
-    for name, metadata in kinds.items():
-        bias = torch.zeros(VOCAB) if metadata.bias else None
-        save_head(tmp_path / f"{name}.safetensors", lsq_head(W, bias), metadata)
-    save_head(tmp_path / "d.safetensors", lsq_head(W[IDS], None, IDS), dataclasses.replace(META, draft_vocab="v3"))
-    for name in "abc":
-        assert find_head(tmp_path, 3, kinds[name].spec).stem == name
-    with pytest.raises(HeadError, match=r"no head for layer 3, translator; it has .*lsq over v3 at layer 3"):
-        find_head(tmp_path, 3, HeadSpec("translator"))
+def test_heads_of_one_layer_are_told_apart_by_their_metadata(tmp_path):
+    argmax, biased = dataclasses.replace(META, target="argmax"), dataclasses.replace(META, bias=True)
+    small = dataclasses.replace(META, draft_vocab="v3")
+    save_head(tmp_path / "a.safetensors", lsq_head(W), META)
+    save_head(tmp_path / "b.safetensors", lsq_head(W), argmax)
+    save_head(tmp_path / "c.safetensors", lsq_head(W, torch.zeros(VOCAB)), biased)
+    save_head(tmp_path / "d.safetensors", lsq_head(W[IDS], None, IDS), small)
+    assert [find_head(tmp_path, 3, one.spec).stem for one in (META, argmax, biased)] == ["a", "b", "c"]
+    refused = said(HeadError, find_head, tmp_path, 3, HeadSpec("translator"))
+    assert "no head for layer 3, translator; it has" in refused and "lsq over v3 at layer 3" in refused
 
 
 @pytest.mark.parametrize(
@@ -303,7 +293,9 @@ def test_a_legacy_head_that_was_saved_on_a_gpu_is_read_to_the_host(tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")  # as PyTorch calls the first GPU
         torch.save(torch.ones(9, 4), file)
-    assert load_head(file).head.weight.device == torch.device("cpu")
+    loaded = load_head(file)
+    assert loaded.head.weight.device == torch.device("cpu")
+    assert loaded.metadata == HeadMetadata("lsq", 3, 4, 9)
 
 
 def test_a_folder_without_heads_says_so_and_passes_hidden_files_over(tmp_path):

@@ -197,6 +197,12 @@ WRONG = {
     },
     "skip_layers = 0-2 leaves none of 3 layers to draft with; skip fewer": {"skip_layers": "0-2", "layer_skip": 3},
     "draft_window = 15 is out of range; allowed: 16 or more": {"draft_window": 15},
+    "draft_window = 'many' must be an integer, not str": {"draft_window": "many"},
+    "draft_context = 64 must be text, such as window:1024": {"draft_context": 64},
+    "draft_context = 'window:64' and draft_window = 32 mean the same setting; give one": {
+        "draft_context": "window:64",
+        "draft_window": 32,
+    },
     "strict = 1 must be true or false": {"strict": 1},
     "synthetic_acceptance_length = 0.5 is out of range; allowed: 1 or more": {"synthetic_acceptance_length": 0.5},
     "draft_sample_method True is not known; allowed: greedy, probabilistic": {"draft_sample_method": True},

@@ -193,15 +193,7 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
 # ---- the order in which vLLM calls ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"draft_window": WINDOW},
-        {"draft_context": "blocks:64"},
-        {"free_drafts": 9},
-    ],
-)
+@pytest.mark.parametrize("more", [{}, {"draft_window": WINDOW}, {"draft_context": "blocks:64"}, {"free_drafts": 9}])
 def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch, more):
     """No attention groups, no block tables and no graphs: vLLM calls `set_attn` after it (vllm_says.toml)."""
     speculator, _ = start(config(**more))

@@ -44,10 +44,7 @@ def test_every_folder_of_points_has_a_line_where_it_is_published():
     assert folders - set(described) == set() and len(described) == len(set(described))
 
 
-QUOTING = [
-    "README.md",
-    *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")),
-]
+QUOTING = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md"))]
 
 
 @pytest.mark.parametrize("name", QUOTING)

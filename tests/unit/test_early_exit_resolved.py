@@ -134,11 +134,8 @@ def test_every_key_that_a_speculative_config_gets():
         "free_drafts": 0,
         "strict": False,
     }
-    assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
-        "method": "skip",
-        "layer_skip": 3,
-        "head_path": "a",
-    }
+    skip = {"method": "skip", "layer_skip": 3, "head_path": "a"}
+    assert to_spec(read(**skip)) == skip
     assert to_spec(DraftSettings(gate=GateConfig("varH"), threshold=3.0))["threshold"] == 3.0
 
 

@@ -16,19 +16,15 @@ from selfspec_cli.record import archive, folder
 ROOT = Path(__file__).parents[2]
 DOCS, PUBLISHED = ROOT / "docs", ROOT / "results" / "published"
 
+with importable(DOCS / "generate") as module:
+    quoted = module("quoted")
+
 
 @pytest.fixture(scope="module")
 def doc_pages():
     """docs/generate/doc_pages.py, which is a script with modules beside it."""
     with importable(DOCS / "generate") as module:
         yield module("doc_pages")
-
-
-@pytest.fixture(scope="module")
-def quoted():
-    """docs/generate/quoted.py."""
-    with importable(DOCS / "generate") as module:
-        yield module("quoted")
 
 
 def test_generated_pages_are_those_of_the_published_files(doc_pages):
@@ -48,16 +44,16 @@ QUOTING = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in DOCS.rgl
 
 
 @pytest.mark.parametrize("name", QUOTING)
-def test_every_figure_that_is_quoted_is_that_of_the_point_it_names(quoted, name):
+def test_every_figure_that_is_quoted_is_that_of_the_point_it_names(name):
     assert quoted.problems((ROOT / name).read_text(encoding="utf-8"), quoted.listed().get(name, [])) == []
 
 
-def test_every_page_of_the_list_is_a_page(quoted):
+def test_every_page_of_the_list_is_a_page():
     assert set(quoted.listed()) <= set(QUOTING) == set(quoted.pages())
 
 
 @pytest.mark.parametrize("name", ["docs/which_models.md", "docs/blog/early_exit.md", "docs/measurements.md"])
-def test_a_wrong_digit_on_the_page_and_in_the_list_is_found(quoted, name):
+def test_a_wrong_digit_on_the_page_and_in_the_list_is_found(name):
     quotes = quoted.listed()[name]
     for figure, source in quotes:
         if quoted.value(source) is None:
@@ -68,13 +64,13 @@ def test_a_wrong_digit_on_the_page_and_in_the_list_is_found(quoted, name):
         assert " is " in problem
 
 
-def test_figures_that_changed_places_are_found(quoted):
+def test_figures_that_changed_places_are_found():
     quotes = [("2.20x", "gpu/widened e4209e624b23 speedup"), ("63 %", "gpu/widened e4209e624b23 accept_rate")]
     assert quoted.problems("2.20x, of 63 %", quotes) == []
     assert quoted.problems("63 %, and 2.20x", quotes) == ["63 % is where quoted.tsv has 2.20x"]
 
 
-def test_what_a_line_may_say(quoted):
+def test_what_a_line_may_say():
     one = ("2.20x", "gpu/widened e4209e624b23 speedup")
     other = ("2.20x", "gpu/widened e4209e624b23-20261121-201444-dfbb speedup")
     assert quoted.problems("2.20x and **2.20x**", [one, other]) == []
@@ -99,7 +95,7 @@ def test_what_a_line_may_say(quoted):
     assert two_hosts == pytest.approx(1.642, abs=1e-3)
 
 
-def test_a_comment_moves_into_the_list_and_lines_follow_their_sentences(quoted):
+def test_a_comment_moves_into_the_list_and_lines_follow_their_sentences():
     page = (
         "It is **2.20x**<!-- gpu/widened e4209e624b23 speedup --> by 63 %<!-- gpu/widened e4209e624b23 accept_rate -->."
     )
@@ -113,7 +109,7 @@ def test_a_comment_moves_into_the_list_and_lines_follow_their_sentences(quoted):
     assert quoted.moved("It is 2.21x by 63 %.", lines)[2] == lines[:1], "a line is not lost in silence"
 
 
-def test_a_removed_sentence_takes_its_own_line_with_it(quoted):
+def test_a_removed_sentence_takes_its_own_line_with_it():
     lines = [("1.1x", "first"), ("2.20x", "first"), ("1.31x", "-"), ("2.20x", "second"), ("3.00x", "third")]
     _, kept, lost = quoted.moved("Now 2.20x and 3.00x.", lines)
     assert kept == lines[3:] and lost == lines[:2]

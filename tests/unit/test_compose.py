@@ -235,6 +235,9 @@ def test_a_model_may_be_a_folder_or_a_hub_id(elsewhere):
     assert cfg.model.path == cfg.model.name == "someone/Some-Model-7B" and cfg.model.dtype == "float32"
     paths_ = [cfg.model.path for cfg in compose_runs(None, ["model=reference,someone/x"])]
     assert paths_ == ["reference", "someone/x"]
+    (elsewhere / "org" / "name").mkdir(parents=True)  # named like an id of the hub
+    found = said(ConfigError, paths.model_path, one("model=org/name").model)
+    assert "path=org/name: org/name holds no config.json" in found
 
 
 def test_the_control_of_the_reference_model_is_in_the_repository_alone(elsewhere, monkeypatch):
@@ -279,15 +282,12 @@ def write(folder, name, text):
     file.write_text(text)
 
 
-def test_the_users_conf_adds_and_replaces_choices(elsewhere):
+def test_the_users_conf_and_experiments_add_and_replace_choices(elsewhere):
     write(elsewhere, "conf/gate/mine.yaml", "kind: maxp\n")
     write(elsewhere, "conf/workload/headline.yaml", "name: headline\ninput_len: 7\n")
     runs = compose_runs(None, ["gate=mine,varH"])
     assert [(cfg.gate.kind, cfg.workload.input_len) for cfg in runs] == [("maxp", 7), ("varH", 7)]
     assert "mine" in refusal("gate=mone")
-
-
-def test_the_users_experiments_add_and_replace(elsewhere):
     write(elsewhere, "experiments/own.yaml", "overrides: [gate=maxp, 'tau=0.1,0.2']\n")
     write(elsewhere, "experiments/m4_varh.yaml", "overrides: [gate=varH, tau_v=9]\n")
     assert [cfg.threshold for cfg in compose_runs("own")] == [0.1, 0.2]
@@ -485,12 +485,6 @@ def test_a_range_ends_before_its_stop(typed, numbers):
 def test_the_address_of_a_model_is_answered_with_the_word_for_it(key, word, instead):
     message = said(ConfigError, lambda: paths.model_path(one(f"{key}={word}").model))
     assert message.endswith(f"write {key}={instead}")
-
-
-def test_a_folder_that_is_named_like_an_id_is_the_model(tmp_path):
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    found = said(ConfigError, paths.model_path, one("model=org/name").model)
-    assert "path=org/name: org/name holds no config.json" in found
 
 
 @pytest.mark.parametrize(

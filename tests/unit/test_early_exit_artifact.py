@@ -97,11 +97,6 @@ def test_foreign_and_missing_files(tmp_path):
     assert "suffix" in said(HeadError, load_head, tmp_path / "x.bin")
 
 
-def test_a_rank_that_is_not_the_tensors_is_refused(tmp_path):
-    head, metadata = HEADS["low rank"]
-    assert "rank" in said(HeadError, save_head, tmp_path / "x.safetensors", head, dataclasses.replace(metadata, rank=3))
-
-
 @pytest.mark.parametrize("bias", [None, torch.arange(VOCAB).float()])
 def test_a_head_goes_to_a_pt_file_and_back(bias, tmp_path, caplog):
     meta = dataclasses.replace(META, kind="lsq", target="next_token", layer=12, fit={"scale": 21.5})
@@ -118,7 +113,12 @@ def test_a_head_goes_to_a_pt_file_and_back(bias, tmp_path, caplog):
     assert not caplog.records, "the file says that it was fitted after the norm"
 
 
-def test_other_heads_do_not_go_to_a_pt_file(tmp_path):
+def test_heads_that_a_file_cannot_hold_are_not_saved(tmp_path):
+    lsq, lens, (low, of_low) = lsq_head(torch.zeros(9, 4)), lens_head(torch.tensor([9])), HEADS["low rank"]
+    file = tmp_path / "h.safetensors"
+    assert "rank" in said(HeadError, save_head, file, low, dataclasses.replace(of_low, rank=3))
+    assert "saved as .safetensors, not 'h.pt'" in said(HeadError, save_head, tmp_path / "h.pt", lsq, META)
+    assert "id 9 is out of range" in said(HeadError, save_head, file, lens, HEADS["lens"][1])
     assert "lsq over all tokens, not lens" in said(HeadError, save_pt, tmp_path, *HEADS["lens"])
     assert "over all tokens" in said(HeadError, save_pt, tmp_path, lsq_head(W[IDS], None, IDS), META)
     assert not list(tmp_path.iterdir())
@@ -271,12 +271,6 @@ def test_why_another_packages_head_cannot_be_used_is_said(monkeypatch):
 def test_a_file_whose_tensors_are_not_those_of_its_metadata_is_named(head, kind, message, tmp_path):
     file = tmp_path / "h.safetensors"
     assert said(HeadError, save_head, file, head, HeadMetadata(kind, 3, 4, 9)) == f"head {file}: {message}"
-
-
-def test_a_head_is_saved_as_safetensors_and_over_tokens_of_its_model(tmp_path):
-    lsq, lens = lsq_head(torch.zeros(9, 4)), lens_head(torch.tensor([9]))
-    assert "saved as .safetensors, not 'h.pt'" in said(HeadError, save_head, tmp_path / "h.pt", lsq, META)
-    assert "id 9 is out of range" in said(HeadError, save_head, tmp_path / "h.safetensors", lens, HEADS["lens"][1])
 
 
 def test_a_legacy_head_that_was_saved_on_a_gpu_is_read_to_the_host(tmp_path, monkeypatch):

@@ -313,15 +313,11 @@ def test_no_other_scale_and_prior_is_better():
     )
 
 
-def test_a_head_whose_outputs_say_the_opposite_stays_as_it_is():
-    head, counts = _solved()
-    flat = torch.zeros_like(counts)
-    assert fit_scale(ExitHead("lsq", {"weight": -head.tensors["weight"]}), flat, [_pairs(2, 1000, skew=0)]) is None
-
-
-def test_no_held_out_pairs_are_refused():
+def test_without_held_out_pairs_or_where_outputs_say_the_opposite_there_is_no_scale():
     head, counts = _solved()
     assert "no held-out" in said(FitError, fit_scale, head, counts, [])
+    flat = torch.zeros_like(counts)
+    assert fit_scale(ExitHead("lsq", {"weight": -head.tensors["weight"]}), flat, [_pairs(2, 1000, skew=0)]) is None
 
 
 def test_a_file_keeps_both_and_a_draft_vocabulary_keeps_its_part(tmp_path):

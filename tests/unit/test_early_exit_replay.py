@@ -155,18 +155,15 @@ def test_only_what_was_verified_counts():
     assert (recorder.plain()["drafted"], recorder.plain()["accepted"]) == ([1, 3], [1, 2])
 
 
-def test_a_pass_without_drafts_judges_nothing():
-    recorder = DraftRecorder()
-    recorder.step(["a"], logits(1))
-    recorder.verdict(["a"], [[1]], None)
-    assert recorder.plain()["drafted"] == []
-    assert len(DraftLog.from_plain(recorder.plain(), k=2).drafted) == 0
-
-
-def test_a_record_of_nothing_is_an_empty_log():
-    log = DraftLog.from_plain(DraftRecorder().plain(), k=3)
-    assert log.statistics.shape == (0, 3, len(features())) and log.features == features()
-    assert log.drafted.dtype == log.accepted.dtype == log.request.dtype == torch.int64
+def test_where_nothing_was_verified_a_log_is_empty():
+    without_drafts = DraftRecorder()
+    without_drafts.step(["a"], logits(1))
+    without_drafts.verdict(["a"], [[1]], None)
+    for recorder in (DraftRecorder(), without_drafts):
+        log = DraftLog.from_plain(recorder.plain(), k=3)
+        assert log.statistics.shape == (0, 3, len(features())) and log.features == features()
+        assert log.drafted.shape == (0,)
+        assert log.drafted.dtype == log.accepted.dtype == log.request.dtype == torch.int64
 
 
 def test_a_record_goes_on_after_it_was_read():

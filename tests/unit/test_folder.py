@@ -178,22 +178,17 @@ def test_a_name_that_is_no_utf_8_loses_no_point(tmp_path):
 # ---- a file is replaced as a whole -----------------------------------------------------------------------------------
 
 
-def test_a_file_is_replaced_when_all_of_it_is_written(tmp_path):
+def test_a_file_is_replaced_when_all_of_it_is_written_and_is_as_readable_as_any_other(tmp_path):
     file = tmp_path / "made" / "file.json"
     for text in ("first", "second"):
         with written(file) as part:
             part.write_text(text)
+            part.chmod(0o600)
             assert part.parent == file.parent  # a file of another disk could not replace it in one step
         assert file.read_text() == text
     assert list(file.parent.iterdir()) == [file]
-
-
-def test_a_file_is_as_readable_as_any_other_one(tmp_path):
-    with written(tmp_path / "file.json") as part:
-        part.write_text("text")
-        part.chmod(0o600)
     (tmp_path / "usual").touch()
-    assert (tmp_path / "file.json").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert file.stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()], ids=repr)
@@ -237,6 +232,9 @@ def test_an_archive_is_read_like_the_folder(results):
     assert "1.50x" in call("report", "--format", "md", f"results_dir={results}").stdout
     made = compare.compare(("mine", str(results)), "nowhere")
     assert [pair.ratio for pair in made.pairs] == [1.0, 1.0] and made.differing == {}
+    done("runs", "export", f"results_dir={results}", "--out", "tables")
+    assert Path("tables/summary.csv").read_text() == Path("mine/summary.csv").read_text()
+    assert not Path("tables/runs").exists()
 
 
 def test_an_archive_may_hold_several_folders(tmp_path, monkeypatch):
@@ -289,12 +287,6 @@ def test_an_archive_without_points_says_what_it_holds_and_how_to_read_it(place):
     assert "holds no points to report" in shown and " more. To read one" in shown and "make some" not in shown
     command = shown.partition("To read one: ")[2].strip()
     assert json.loads(subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout)["file"]
-
-
-def test_tables_of_an_archive_are_made_in_a_folder(results):
-    done("runs", "export", f"results_dir={results}", "--out", "tables")
-    assert Path("tables/summary.csv").read_text() == Path("mine/summary.csv").read_text()
-    assert not Path("tables/runs").exists()
 
 
 @pytest.mark.parametrize("content", [b"no archive", lzma.compress(b"{}\n"), lzma.compress(b"[")])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from all_statistics import all_statistics, statistic
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from refusals import said
 
@@ -132,6 +132,7 @@ def test_what_is_said_of_wrong_gates():
 WITH_THRESHOLD = [name for name, gate in GATES.items() if gate.key is not None]
 
 
+@example("maxp", 1.0, 2)
 @given(st.sampled_from(WITH_THRESHOLD), st.floats(0, 1), st.integers(2, 200_000))
 def test_a_warning_is_given_just_where_a_threshold_decides_nothing(name, threshold, vocab):
     gate = GATES[name]

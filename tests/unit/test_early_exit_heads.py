@@ -162,7 +162,7 @@ def found(cfg):
 def test_counts_of_the_fitted_text_come_first(cfg):
     assert load_head(found(replace(cfg, vocab="3"))).head.vocab_ids.tolist() == [0, 2, 6]
     draft_vocab.save_counts(head_folder(cfg), COUNTS.flip(0), "a text")
-    assert load_head(found(replace(cfg, vocab="2"))).head.vocab_ids.tolist() == [2, 6]
+    assert load_head(found(replace(cfg, vocab="3"))).head.vocab_ids.tolist() == [2, 6, 8]
 
 
 @pytest.mark.parametrize("kind", ["lsq", "translator"])

@@ -20,14 +20,8 @@ settings.load_profile(os.environ.get("SELFSPEC_EXAMPLES", "same"))
 
 rates = st.floats(0, 1)
 times = st.floats(1e-6, 1e3)
-costs = st.builds(
-    Costs,
-    plain=times,
-    draft=st.floats(-1, 10),
-    verify=times,
-    verify_token=st.floats(0, 10),
-    start=st.floats(0, 10),
-)
+small = st.floats(0, 10)
+costs = st.builds(Costs, plain=times, draft=st.floats(-1, 10), verify=times, verify_token=small, start=small)
 
 
 @st.composite

@@ -153,13 +153,13 @@ def propose(speculator, requests, lengths=None, sampled=None, rejected=None, **m
 
 
 def test_the_length_follows_the_batch_from_round_to_round(drafting):
-    for requests, steps in ((1, 4), (2, 2), (3, 0), (1, 4), (2, 2)):
+    # The table holds whatever the runner asks for.
+    for requests, asked, steps in ((1, 4, 4), (2, 2, 2), (3, 0, 0), (1, 4, 4), (2, K, 2), (3, K, 0)):
         before = drafting.counters.snapshot()["steps"]
-        propose(drafting, requests, num_speculative_tokens=steps)
+        propose(drafting, requests, num_speculative_tokens=asked)
         assert drafting.counters.snapshot()["steps"] - before == steps
-        if steps:
-            assert drafting.state.lengths[:requests].tolist() == [steps] * requests
-    assert len(drafting.decode_cudagraph_manager.replayed) == 4
+        assert drafting.state.lengths[:requests].tolist() == [steps] * requests
+    assert len(drafting.decode_cudagraph_manager.replayed) == 5  # none where the runner asks for no drafts
 
 
 def test_a_live_draft_length_holds_beside_it(drafting):
@@ -169,13 +169,6 @@ def test_a_live_draft_length_holds_beside_it(drafting):
     drafting.draft_length = 3
     propose(drafting, 1)  # a runner that names no number means k
     assert drafting.state.lengths.tolist() == [3, 1, 0]  # the other request was not in this round
-
-
-def test_the_table_holds_whatever_the_runner_asks_for(drafting):
-    propose(drafting, 2, num_speculative_tokens=K)
-    assert drafting.state.lengths.tolist() == [2, 2, 0]
-    propose(drafting, 3, num_speculative_tokens=K)
-    assert drafting.state.lengths.tolist() == [0, 0, 0]
 
 
 def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(drafting):
@@ -193,15 +186,7 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
 # ---- the order in which vLLM calls ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"draft_window": WINDOW},
-        {"draft_context": "blocks:64"},
-        {"free_drafts": 9},
-    ],
-)
+@pytest.mark.parametrize("more", [{}, {"draft_window": WINDOW}, {"draft_context": "blocks:64"}, {"free_drafts": 9}])
 def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch, more):
     """No attention groups, no block tables and no graphs: vLLM calls `set_attn` after it (vllm_says.toml)."""
     speculator, _ = start(config(**more))

@@ -76,11 +76,7 @@ def test_the_choices_of_gates_and_heads_are_the_registries():
     [
         (["tau_v=4,5,6"], "tau_v=4,5,6 is not used by gate 'none', which takes no threshold", "that use tau_v: varH"),
         (["tau_v=5"], "tau_v=5 is not used by gate 'none'", "varH"),  # what it is without a word, but asked for
-        (
-            ["gate=none,maxp", "tau=0.2", "threshold=0.5"],
-            "tau=0.2 and threshold=0.5: both are threshold",
-            "one of them",
-        ),
+        (["gate=none,maxp", "tau=0.2", "threshold=0.5"], "tau=0.2 and threshold=0.5: both are threshold", "one of"),
         (["draft_window=64", "draft_context=full"], "draft_window=64 and draft_context=full: both are", "one of them"),
         (["method=skip", "gate=maxp", "tau=0.3"], "gate=maxp is not used by method 'skip'", "layer_skip"),
         (["method=skip,layer_skip", "tau=0.3"], "tau=0.3 is not used by gate 'none'", "margin, maxp, survival"),
@@ -239,6 +235,9 @@ def test_a_model_may_be_a_folder_or_a_hub_id(elsewhere):
     assert cfg.model.path == cfg.model.name == "someone/Some-Model-7B" and cfg.model.dtype == "float32"
     paths_ = [cfg.model.path for cfg in compose_runs(None, ["model=reference,someone/x"])]
     assert paths_ == ["reference", "someone/x"]
+    (elsewhere / "org" / "name").mkdir(parents=True)  # named like an id of the hub
+    found = said(ConfigError, paths.model_path, one("model=org/name").model)
+    assert "path=org/name: org/name holds no config.json" in found
 
 
 def test_the_control_of_the_reference_model_is_in_the_repository_alone(elsewhere, monkeypatch):
@@ -277,28 +276,18 @@ def test_overrides_apply_on_top_of_a_dumped_config(elsewhere):
     assert deeper.speculative == one(*NGRAM).speculative | {"prompt_lookup_max": 5}
 
 
-def test_a_dumped_config_with_an_unknown_key_is_refused(elsewhere):
-    file = elsewhere / "config.yaml"
-    file.write_text("tua: 3\n")
-    assert "tua" in refusal(config=file)
-    assert "cannot read" in refusal(config=elsewhere / "missing.yaml")
-
-
 def write(folder, name, text):
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
 
 
-def test_the_users_conf_adds_and_replaces_choices(elsewhere):
+def test_the_users_conf_and_experiments_add_and_replace_choices(elsewhere):
     write(elsewhere, "conf/gate/mine.yaml", "kind: maxp\n")
     write(elsewhere, "conf/workload/headline.yaml", "name: headline\ninput_len: 7\n")
     runs = compose_runs(None, ["gate=mine,varH"])
     assert [(cfg.gate.kind, cfg.workload.input_len) for cfg in runs] == [("maxp", 7), ("varH", 7)]
     assert "mine" in refusal("gate=mone")
-
-
-def test_the_users_experiments_add_and_replace(elsewhere):
     write(elsewhere, "experiments/own.yaml", "overrides: [gate=maxp, 'tau=0.1,0.2']\n")
     write(elsewhere, "experiments/m4_varh.yaml", "overrides: [gate=varH, tau_v=9]\n")
     assert [cfg.threshold for cfg in compose_runs("own")] == [0.1, 0.2]
@@ -445,6 +434,9 @@ def test_a_config_of_an_earlier_version_is_read_where_it_asks_for_what_there_is(
         (tmp_path / "asking.yaml").write_text(yaml.safe_dump(asking))
         unknown = f"asking.yaml: Key '{name}' not in '{kind}'"
         assert unknown in said(ConfigError, load_config, tmp_path / "asking.yaml")
+    (tmp_path / "asking.yaml").write_text("tua: 3\n")
+    assert "tua" in refusal(config=tmp_path / "asking.yaml")
+    assert "cannot read" in refusal(config=tmp_path / "missing.yaml")
 
 
 def test_a_point_that_was_measured_with_a_setting_that_is_gone_keeps_its_key():
@@ -493,12 +485,6 @@ def test_a_range_ends_before_its_stop(typed, numbers):
 def test_the_address_of_a_model_is_answered_with_the_word_for_it(key, word, instead):
     message = said(ConfigError, lambda: paths.model_path(one(f"{key}={word}").model))
     assert message.endswith(f"write {key}={instead}")
-
-
-def test_a_folder_that_is_named_like_an_id_is_the_model(tmp_path):
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    found = said(ConfigError, paths.model_path, one("model=org/name").model)
-    assert "path=org/name: org/name holds no config.json" in found
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,7 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
     ("cfg", "named"),
     [
         (RunConfig(k=0), "k=0"),
-        (
-            RunConfig(gate=MAXP, threshold=1.01),
-            "threshold = 1.01 is out of range for gate 'maxp'; allowed: from 0 to 1",
-        ),
+        (RunConfig(gate=MAXP, threshold=1.01), "threshold = 1.01 is out of range for gate 'maxp'"),
         (RunConfig(layer=0), "layer=0"),
         (RunConfig(repeats=2), "repeats=2"),
         (RunConfig(vocab="half"), "vocab=half"),
@@ -50,10 +47,7 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (RunConfig(workload=schema.WorkloadConfig(temperature=math.inf)), "workload.temperature=inf: out of range"),
         (RunConfig(model=schema.ModelConfig(dtype="flaot32")), "model.dtype 'flaot32' is not known"),
         (RunConfig(model=schema.ModelConfig(load_format="dumy")), "model.load_format 'dumy' is not known"),
-        (
-            RunConfig(model=schema.ModelConfig(max_model_len=-5)),
-            "model.max_model_len=-5: out of range; allowed: 1 or",
-        ),
+        (RunConfig(model=schema.ModelConfig(max_model_len=-5)), "model.max_model_len=-5: out of range; allowed: 1 or"),
         (RunConfig(engine=EngineConfig(kv_cache_gib=math.inf)), "engine.kv_cache_gib=inf"),
         (RunConfig(runner=Runner.v1, engine=GPU), "runner=v1 with method=layer_skip"),
         (RunConfig(workload=schema.WorkloadConfig(batch=64)), "engine.max_num_seqs=32"),
@@ -110,7 +104,7 @@ def test_the_words_that_are_allowed_are_vllms(file, name, ours):
     assert set(ast.literal_eval(value.slice)) == set(ours)
 
 
-def test_a_knob_without_effect_does_not_change_the_run_key():
+def test_a_knob_changes_the_run_key_where_it_has_an_effect():
     assert run_key(RunConfig(threshold=0.1)) == run_key(RunConfig())  # no gate
     assert run_key(RunConfig(gate=VARH, threshold=5.0)) == run_key(RunConfig(gate=VARH))  # its default
     assert run_key(RunConfig(results_dir="elsewhere")) == run_key(RunConfig())
@@ -118,20 +112,9 @@ def test_a_knob_without_effect_does_not_change_the_run_key():
     assert run_key(replace(baseline, layer=3, k=2, gate=VARH)) == run_key(baseline)
     skip = RunConfig(method=Method.skip, layer=4)
     assert run_key(replace(skip, k=2, gate=VARH)) == run_key(skip)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"gate": VARH},
-        {"repeats": 7},
-        {"draft_sample_method": "probabilistic"},
-        {"model": schema.ModelConfig(dtype="bfloat16")},
-        {"engine": EngineConfig(enforce_eager=True)},
-    ],
-)
-def test_a_knob_with_effect_changes_the_run_key(change):
-    assert run_key(replace(RunConfig(), **change)) != run_key(RunConfig())
+    dtype, eager = schema.ModelConfig(dtype="bfloat16"), EngineConfig(enforce_eager=True)
+    changed = [RunConfig(gate=VARH), RunConfig(repeats=7), DRAWN, RunConfig(model=dtype), RunConfig(engine=eager)]
+    assert len(set(map(run_key, [RunConfig(), *changed]))) == 1 + len(changed)
 
 
 def test_how_drafts_are_taken_is_in_a_key_only_where_it_is_not_vllms_default_and_something_is_drafted():
@@ -157,15 +140,9 @@ def test_gate_workload_and_seed_need_no_other_engine():
     same = engine_key(RunConfig())
     assert engine_key(RunConfig(gate=VARH, threshold=4)) == same
     assert engine_key(RunConfig(workload=schema.WorkloadConfig(input_len=8), seed=3)) == same
-    for other in (
-        RunConfig(layer=4),
-        RunConfig(k=3),
-        RunConfig(head=HeadConfig(kind="lsq")),
-        RunConfig(draft_weights="fp8"),
-        RunConfig(model=schema.ModelConfig(path="/x")),
-        RunConfig(method=Method.skip),
-    ):
-        assert engine_key(other) != same
+    others = {"layer": 4, "k": 3, "head": HeadConfig(kind="lsq"), "draft_weights": "fp8", "method": Method.skip}
+    others["model"] = schema.ModelConfig(path="/x")
+    assert same not in [engine_key(RunConfig(**{name: value})) for name, value in others.items()]
     assert engine_key(RunConfig(model=DUMMY, seed=1)) != engine_key(RunConfig(model=DUMMY, seed=2))
 
 
@@ -225,10 +202,7 @@ def test_a_head_that_is_fitted_again_is_measured_again(cfg):
 def test_a_draft_vocabulary_and_a_prompts_file_are_read(cfg, tmp_path):
     file = tmp_path / "file"
     file.write_text("1 2 3")
-    for wanted in (
-        replace(cfg, vocab=str(file)),
-        replace(cfg, workload=schema.WorkloadConfig(prompts=str(file))),
-    ):
+    for wanted in (replace(cfg, vocab=str(file)), replace(cfg, workload=schema.WorkloadConfig(prompts=str(file)))):
         file.write_text("1 2 3")
         first = run_key(wanted)
         file.write_text("1 2 4 5")

@@ -1,11 +1,12 @@
 """Copies made for data: rounding by GPTQ against an independent reference, the file, and `selfspec fit-weights`."""
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import pytest
 import torch
 from commands import call, document, done, refused
 from refusals import said
+from safetensors.torch import save_file
 
 from selfspec_cli.config.schema import Method, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import fitted_weights
@@ -63,18 +64,12 @@ def test_small_inputs_round_as_large_ones(data):
     assert (small == large).float().mean() > 0.97
 
 
-def test_data_without_structure_changes_nothing(data):
-    weight, _ = data
-    kind = DRAFT_WEIGHTS["int4"]
-    copies = kind.quantise(weight), kind.fit(weight, torch.eye(IN))
-    assert copies[0].keys() == copies[1].keys()
-    assert all(copies[0][name].equal(copies[1][name]) for name in copies[0])
-
-
-def test_a_kind_that_cannot_round_with_data_rounds_as_ever(data):
+def test_data_without_structure_and_kinds_that_cannot_use_data_change_nothing(data):
     weight, moment = data
-    kind = DRAFT_WEIGHTS["fp8"]
-    assert kind.fit(weight, moment)["weight"].equal(kind.quantise(weight)["weight"])
+    for name, of_data in (("int4", torch.eye(IN)), ("fp8", moment)):
+        rounded, fitted = DRAFT_WEIGHTS[name].quantise(weight), DRAFT_WEIGHTS[name].fit(weight, of_data)
+        assert rounded.keys() == fitted.keys()
+        assert all(rounded[part].equal(tensor) for part, tensor in fitted.items())
 
 
 def made(kind="int4", fingerprint="abc"):
@@ -121,8 +116,6 @@ def test_other_kinds_other_models_and_other_files_are_refused(tmp_path):
     assert f"'{missing}' cannot be read" in said(SettingsError, fitted_weights.load, missing, "int4", "abc")
     (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:100])
     assert "cannot be read" in said(SettingsError, fitted_weights.load, tmp_path / "torn.safetensors", "int4", "abc")
-    from safetensors.torch import save_file
-
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     other = said(SettingsError, fitted_weights.load, tmp_path / "other.safetensors", "int4", "abc")
     assert "no file that selfspec fit-weights wrote" in other
@@ -137,8 +130,9 @@ WORK = WorkloadConfig(prompts="random", num_prompts=4, output_len=16, input_len=
 class FakeEngine:
     max_model_len, vocab_size = 512, 64
 
-    def __init__(self, cfg):
+    def open(self, cfg):
         self.cfg, self.asked = cfg, []
+        return nullcontext(self)
 
     def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
         self.asked.append((batch, temperature, seed))
@@ -153,28 +147,11 @@ class FakeEngine:
         return {"layers": errors, "tokens": 123}
 
 
-@pytest.fixture
-def opened(monkeypatch):
-    engines = []
-
-    @contextmanager
-    def open_engine(cfg):
-        engines.append(FakeEngine(cfg))
-        yield engines[-1]
-
-    monkeypatch.setattr("selfspec_cli.commands.measuring.shown_starting", lambda shown, forked: open_engine)
-    engines.append(open_engine)
-    return engines
-
-
-def test_copies_are_fitted_on_answers_of_the_model_alone(opened, tmp_path):
-    (made,) = fit.run_weights(
-        [RunConfig(workload=WORK, k=3, results_dir=str(tmp_path), draft_weights="int4")],
-        open_engine=opened[0],
-        prompts=6,
-        out=tmp_path / "c.safetensors",
-    )
-    engine = opened[1]
+def test_copies_are_fitted_on_answers_of_the_model_alone(monkeypatch, tmp_path):
+    engine = FakeEngine()
+    monkeypatch.setattr("selfspec_cli.commands.measuring.shown_starting", lambda shown, forked: engine.open)
+    cfg = RunConfig(workload=WORK, k=3, results_dir=str(tmp_path), draft_weights="int4")
+    (made,) = fit.run_weights([cfg], open_engine=engine.open, prompts=6, out=tmp_path / "c.safetensors")
     assert engine.cfg.method is Method.baseline and engine.cfg.draft_weights == "shared"
     assert engine.cfg.engine.enforce_eager and engine.asked == [(6, 0.0, 1)]
     assert engine.fitted[:2] == (str(tmp_path / "c.safetensors"), "int4")

@@ -29,16 +29,12 @@ def causal_lm(embedding="embed_tokens", head=None):
     return model
 
 
-@pytest.mark.parametrize("head", ["lm_head", "output"])
-def test_a_head_of_its_own(head):
-    model = causal_lm(head=head)
-    assert decoder.output_projection(model) is getattr(model, head)
-
-
 @pytest.mark.parametrize("embedding", ["embed_tokens", "tok_embeddings", "word_embeddings"])
-def test_without_one_logits_come_from_the_embedding(embedding):
-    model = causal_lm(embedding)
-    assert decoder.output_projection(model) is decoder.input_embedding(model) is getattr(model.model, embedding)
+@pytest.mark.parametrize("head", ["lm_head", "output", None])
+def test_logits_come_from_a_head_or_else_from_the_embedding(embedding, head):
+    model = causal_lm(embedding, head)
+    assert decoder.input_embedding(model) is getattr(model.model, embedding)
+    assert decoder.output_projection(model) is (getattr(model, head) if head else getattr(model.model, embedding))
 
 
 def test_an_embedding_by_another_name_is_refused_and_says_so():
@@ -137,16 +133,13 @@ class InTwo(nn.Module):
         return self.second(self.first(x))
 
 
-def test_a_model_with_layers_in_two_lists_is_refused():
+def test_a_model_without_one_loop_over_its_layers_is_refused():
     assert "architecture Module is not supported" in said(SettingsError, decoder.place_of, around(InTwo()))
+    no_loop = "no part of it has a forward that loops over a list of its layers"
+    assert no_loop in said(SettingsError, decoder.place_of, around(NoLoop()))
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused():
     model = causal_lm()
     model.model.layers.append(type(decoder.BOTH_WAYS, (nn.Module,), {})())
     assert "verified tokens would see the drafts after them" in said(SettingsError, decoder.place_of, model)
-
-
-def test_a_model_without_such_a_loop_is_refused():
-    with pytest.raises(SettingsError, match="no part of it has a forward that loops over a list of its layers"):
-        decoder.place_of(around(NoLoop()))

@@ -71,18 +71,6 @@ def test_what_is_no_view_is_refused_alike_on_the_command_line_and_in_a_speculati
     assert message in said(SettingsError, ResolvedSettings.from_user, {"layer_skip": 6, **given}, 12)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"draft_context": "window:64", "draft_window": 32}, "draft_context = 'window:64' and draft_window = 32 mean"),
-        ({"draft_window": "many"}, "draft_window = 'many' must be an integer, not str"),
-        ({"draft_context": 64}, "draft_context = 64 must be text, such as window:1024"),
-    ],
-)
-def test_a_context_by_its_other_name_in_a_speculative_config(given, message):
-    assert message in said(SettingsError, ResolvedSettings.from_user, {"layer_skip": 6, **given}, 12)
-
-
 def test_a_further_kind_of_context_needs_no_setting_of_its_own(ends):
     """Key, row, label, tuned file and bytes of a kind that nothing but the registry knows."""
     cfg = resolved(RunConfig(layer=6, draft_context="ends:16:48"))

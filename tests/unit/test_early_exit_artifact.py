@@ -23,29 +23,20 @@ HIDDEN, VOCAB = 4, 9
 LSQ = HeadSpec("lsq")
 IDS = torch.tensor([0, 2, 8])
 W, SQUARE = torch.randn(VOCAB, HIDDEN), torch.randn(HIDDEN, HIDDEN)
-META = HeadMetadata(
-    "lsq",
-    3,
-    HIDDEN,
-    VOCAB,
-    fingerprint="abc",
-    target="next_token",
-    corpus="stdlib",
-    pairs=100,
-    ridge=1e-3,
-    fit={"residual": 0.25},
-    versions={"torch": "2"},
-)
+FITTED = {"corpus": "stdlib", "pairs": 100, "ridge": 1e-3, "fit": {"residual": 0.25}, "versions": {"torch": "2"}}
+META = HeadMetadata("lsq", 3, HIDDEN, VOCAB, fingerprint="abc", target="next_token", **FITTED)
+LENS = dataclasses.replace(META, kind="lens", target=None)
+TRANSLATOR = dataclasses.replace(META, kind="translator", target="final_hidden")
 HEADS = {
-    "lens": (lens_head(), dataclasses.replace(META, kind="lens", target=None, corpus="a long name".ljust(5000))),
-    "lens small": (lens_head(IDS), dataclasses.replace(META, kind="lens", target=None)),
+    "lens": (lens_head(), dataclasses.replace(LENS, corpus="a long name".ljust(5000))),
+    "lens small": (lens_head(IDS), LENS),
     "lsq": (lsq_head(W), META),
     "lsq bias": (lsq_head(W, torch.randn(VOCAB)), META),
     "lsq small": (with_draft_vocabulary(lsq_head(W, torch.randn(VOCAB)), IDS), META),
-    "translator": (translator_head(SQUARE), dataclasses.replace(META, kind="translator", target="final_hidden")),
+    "translator": (translator_head(SQUARE), TRANSLATOR),
     "low rank": (
         translator_head(down=SQUARE[:2], up=SQUARE[:, :2], bias=SQUARE[0], vocab_ids=IDS),
-        dataclasses.replace(META, kind="translator", target="final_hidden", rank=2),
+        dataclasses.replace(TRANSLATOR, rank=2),
     ),
 }
 
@@ -106,21 +97,6 @@ def test_foreign_and_missing_files(tmp_path):
     assert "suffix" in said(HeadError, load_head, tmp_path / "x.bin")
 
 
-def test_a_rank_that_is_not_the_tensors_is_refused(tmp_path):
-    head, metadata = HEADS["low rank"]
-    assert "rank" in said(HeadError, save_head, tmp_path / "x.safetensors", head, dataclasses.replace(metadata, rank=3))
-
-
-@pytest.mark.parametrize("name", ["ee_layer7_lsq.pt", "h7.pt"])
-@pytest.mark.parametrize("bare", [True, False])
-def test_legacy_files(name, bare, tmp_path):
-    torch.save(W if bare else {"weight": W}, tmp_path / name)
-    head, metadata = load_head(tmp_path / name, layer=7, hidden=HIDDEN, vocab_size=VOCAB, fingerprint="unknown to it")
-    assert torch.equal(head.weight, W)
-    assert metadata == HeadMetadata("lsq", 7, HIDDEN, VOCAB)
-    assert "layer 7" in said(HeadError, load_head, tmp_path / name, layer=6)
-
-
 @pytest.mark.parametrize("bias", [None, torch.arange(VOCAB).float()])
 def test_a_head_goes_to_a_pt_file_and_back(bias, tmp_path, caplog):
     meta = dataclasses.replace(META, kind="lsq", target="next_token", layer=12, fit={"scale": 21.5})
@@ -129,14 +105,20 @@ def test_a_head_goes_to_a_pt_file_and_back(bias, tmp_path, caplog):
     held = torch.load(file, weights_only=True)
     assert set(held) == {"weight", "after_norm", "scale"} | (set() if bias is None else {"bias"})
     assert all(isinstance(tensor, torch.Tensor) for tensor in held.values())
-    head, metadata = load_head(file, layer=12, hidden=HIDDEN, vocab_size=VOCAB)
+    assert "layer 12" in said(HeadError, load_head, file, layer=6)
+    head, metadata = load_head(file, layer=12, hidden=HIDDEN, vocab_size=VOCAB, fingerprint="unknown to it")
     assert torch.equal(head.weight, W)
     assert bias is None or torch.equal(head.tensors["bias"], bias)
-    assert metadata.fit == {"scale": 21.5}
+    assert metadata == HeadMetadata("lsq", 12, HIDDEN, VOCAB, bias=bias is not None, fit={"scale": 21.5})
     assert not caplog.records, "the file says that it was fitted after the norm"
 
 
-def test_other_heads_do_not_go_to_a_pt_file(tmp_path):
+def test_heads_that_a_file_cannot_hold_are_not_saved(tmp_path):
+    lsq, lens, (low, of_low) = lsq_head(torch.zeros(9, 4)), lens_head(torch.tensor([9])), HEADS["low rank"]
+    file = tmp_path / "h.safetensors"
+    assert "rank" in said(HeadError, save_head, file, low, dataclasses.replace(of_low, rank=3))
+    assert "saved as .safetensors, not 'h.pt'" in said(HeadError, save_head, tmp_path / "h.pt", lsq, META)
+    assert "id 9 is out of range" in said(HeadError, save_head, file, lens, HEADS["lens"][1])
     assert "lsq over all tokens, not lens" in said(HeadError, save_pt, tmp_path, *HEADS["lens"])
     assert "over all tokens" in said(HeadError, save_pt, tmp_path, lsq_head(W[IDS], None, IDS), META)
     assert not list(tmp_path.iterdir())
@@ -203,7 +185,7 @@ def test_damaged_or_nameless_legacy_files(tmp_path):
 def test_a_directory_of_heads(tmp_path):
     for layer in (2, 4):
         save_head(tmp_path / head_filename(LSQ, layer), lsq_head(W), dataclasses.replace(META, layer=layer))
-    lens = dataclasses.replace(META, kind="lens", target=None, layer=4, draft_vocab="v3")
+    lens = dataclasses.replace(LENS, layer=4, draft_vocab="v3")
     save_head(tmp_path / head_filename(HeadSpec(), 4, "v3"), lens_head(IDS), lens)
     torch.save(W, tmp_path / "h6.pt")
     (tmp_path / "note.txt").write_text("")
@@ -230,17 +212,16 @@ def test_every_head_has_a_name_of_its_own():
         assert HeadSpec.from_name(spec.name) == spec
 
 
-def test_heads_of_one_layer_are_told_apart(tmp_path):
-    """Not by the names of their files but by what their metadata say."""
-    kinds = {"a": META, "b": dataclasses.replace(META, target="argmax"), "c": dataclasses.replace(META, bias=True)}
-    for name, metadata in kinds.items():
-        bias = torch.zeros(VOCAB) if metadata.bias else None
-        save_head(tmp_path / f"{name}.safetensors", lsq_head(W, bias), metadata)
-    save_head(tmp_path / "d.safetensors", lsq_head(W[IDS], None, IDS), dataclasses.replace(META, draft_vocab="v3"))
-    for name in "abc":
-        assert find_head(tmp_path, 3, kinds[name].spec).stem == name
-    with pytest.raises(HeadError, match=r"no head for layer 3, translator; it has .*lsq over v3 at layer 3"):
-        find_head(tmp_path, 3, HeadSpec("translator"))
+def test_heads_of_one_layer_are_told_apart_by_their_metadata(tmp_path):
+    argmax, biased = dataclasses.replace(META, target="argmax"), dataclasses.replace(META, bias=True)
+    small = dataclasses.replace(META, draft_vocab="v3")
+    save_head(tmp_path / "a.safetensors", lsq_head(W), META)
+    save_head(tmp_path / "b.safetensors", lsq_head(W), argmax)
+    save_head(tmp_path / "c.safetensors", lsq_head(W, torch.zeros(VOCAB)), biased)
+    save_head(tmp_path / "d.safetensors", lsq_head(W[IDS], None, IDS), small)
+    assert [find_head(tmp_path, 3, one.spec).stem for one in (META, argmax, biased)] == ["a", "b", "c"]
+    refused = said(HeadError, find_head, tmp_path, 3, HeadSpec("translator"))
+    assert "no head for layer 3, translator; it has" in refused and "lsq over v3 at layer 3" in refused
 
 
 @pytest.mark.parametrize(
@@ -292,18 +273,14 @@ def test_a_file_whose_tensors_are_not_those_of_its_metadata_is_named(head, kind,
     assert said(HeadError, save_head, file, head, HeadMetadata(kind, 3, 4, 9)) == f"head {file}: {message}"
 
 
-def test_a_head_is_saved_as_safetensors_and_over_tokens_of_its_model(tmp_path):
-    lsq, lens = lsq_head(torch.zeros(9, 4)), lens_head(torch.tensor([9]))
-    assert "saved as .safetensors, not 'h.pt'" in said(HeadError, save_head, tmp_path / "h.pt", lsq, META)
-    assert "id 9 is out of range" in said(HeadError, save_head, tmp_path / "h.safetensors", lens, HEADS["lens"][1])
-
-
 def test_a_legacy_head_that_was_saved_on_a_gpu_is_read_to_the_host(tmp_path, monkeypatch):
     file = tmp_path / "h3.pt"
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")  # as PyTorch calls the first GPU
         torch.save(torch.ones(9, 4), file)
-    assert load_head(file).head.weight.device == torch.device("cpu")
+    loaded = load_head(file)
+    assert loaded.head.weight.device == torch.device("cpu")
+    assert loaded.metadata == HeadMetadata("lsq", 3, 4, 9)
 
 
 def test_a_folder_without_heads_says_so_and_passes_hidden_files_over(tmp_path):

@@ -193,11 +193,15 @@ def test_too_few_pairs_need_a_ridge(pairs, bias):
         assert torch.isfinite(sums.solve(1e-6)[0]).all()
 
 
-def test_states_that_do_not_span_need_a_ridge():
+def test_states_that_do_not_span_need_a_ridge_that_is_not_lost_in_rounding():
     flat = X.clone()
     flat[:, 1] = flat[:, 0]
     assert "ridge" in said(FitError, equations(IDS, x=flat).solve)
     assert torch.isfinite(equations(IDS, x=flat).solve(1e-6)[0]).all()
+    sums = NormalEquations(2, 3)
+    sums.update(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(FitError, match=r"are singular at ridge 1e-300 \(condition .*\); give a larger ridge$"):
+        sums.solve(1e-300)  # which is lost in rounding
 
 
 @pytest.mark.parametrize("ridge", [-1.0, math.nan, math.inf])
@@ -250,13 +254,6 @@ def test_blocks_of_rows_are_all_rows_once():
         covered = [row for block in _row_blocks(rows, width) for row in range(rows)[block]]
         assert covered == list(range(rows))
         assert all((block.stop - block.start) * width <= max(2**26, width) for block in _row_blocks(rows, width))
-
-
-def test_a_ridge_that_is_lost_in_rounding_does_not_help_a_singular_matrix():
-    sums = NormalEquations(2, 3)
-    sums.update(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(FitError, match=r"are singular at ridge 1e-300 \(condition .*\); give a larger ridge$"):
-        sums.solve(1e-300)
 
 
 # ---- A scale and a prior make probabilities of a least-squares head's outputs ----------------------------------------
@@ -313,15 +310,11 @@ def test_no_other_scale_and_prior_is_better():
     )
 
 
-def test_a_head_whose_outputs_say_the_opposite_stays_as_it_is():
-    head, counts = _solved()
-    flat = torch.zeros_like(counts)
-    assert fit_scale(ExitHead("lsq", {"weight": -head.tensors["weight"]}), flat, [_pairs(2, 1000, skew=0)]) is None
-
-
-def test_no_held_out_pairs_are_refused():
+def test_without_held_out_pairs_or_where_outputs_say_the_opposite_there_is_no_scale():
     head, counts = _solved()
     assert "no held-out" in said(FitError, fit_scale, head, counts, [])
+    flat = torch.zeros_like(counts)
+    assert fit_scale(ExitHead("lsq", {"weight": -head.tensors["weight"]}), flat, [_pairs(2, 1000, skew=0)]) is None
 
 
 def test_a_file_keeps_both_and_a_draft_vocabulary_keeps_its_part(tmp_path):

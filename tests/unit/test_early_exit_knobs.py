@@ -120,7 +120,9 @@ def test_every_setting_has_help_every_number_a_range_and_every_null_a_meaning(ke
         assert option.knob.unset
 
 
-def test_draft_settings_are_defined_once():
+def test_draft_settings_are_defined_once_and_reach_an_engine():
+    """One without a key in a speculative_config would name another arm, and change nothing."""
+    assert all(option.knob.spec_keys for option in OPTIONS.values())
     assert issubclass(RunConfig, DraftSettings)
     assert set(OPTIONS) <= set(ALL)
     for key in OPTIONS.keys() - {"method"}:  # a run may also be of a method that drafts with nothing of ours
@@ -160,8 +162,3 @@ def test_settings_that_no_user_needs_are_shown_for_their_word_or_with_all():
     assert options.RARE < set(every)
     assert "runner = auto" in call("options", "runner").stdout
     assert len(ALL) <= 70
-
-
-def test_every_setting_of_drafting_reaches_an_engine():
-    """One without a key in a speculative_config would name another arm, and change nothing."""
-    assert OPTIONS and all(option.knob.spec_keys for option in OPTIONS.values())

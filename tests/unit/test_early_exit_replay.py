@@ -155,18 +155,15 @@ def test_only_what_was_verified_counts():
     assert (recorder.plain()["drafted"], recorder.plain()["accepted"]) == ([1, 3], [1, 2])
 
 
-def test_a_pass_without_drafts_judges_nothing():
-    recorder = DraftRecorder()
-    recorder.step(["a"], logits(1))
-    recorder.verdict(["a"], [[1]], None)
-    assert recorder.plain()["drafted"] == []
-    assert len(DraftLog.from_plain(recorder.plain(), k=2).drafted) == 0
-
-
-def test_a_record_of_nothing_is_an_empty_log():
-    log = DraftLog.from_plain(DraftRecorder().plain(), k=3)
-    assert log.statistics.shape == (0, 3, len(features())) and log.features == features()
-    assert log.drafted.dtype == log.accepted.dtype == log.request.dtype == torch.int64
+def test_where_nothing_was_verified_a_log_is_empty():
+    without_drafts = DraftRecorder()
+    without_drafts.step(["a"], logits(1))
+    without_drafts.verdict(["a"], [[1]], None)
+    for recorder in (DraftRecorder(), without_drafts):
+        log = DraftLog.from_plain(recorder.plain(), k=3)
+        assert log.statistics.shape == (0, 3, len(features())) and log.features == features()
+        assert log.drafted.shape == (0,)
+        assert log.drafted.dtype == log.accepted.dtype == log.request.dtype == torch.int64
 
 
 def test_a_record_goes_on_after_it_was_read():
@@ -183,15 +180,12 @@ def test_a_record_goes_on_after_it_was_read():
 # ---- what rounds cost ------------------------------------------------------------------------------------------------
 
 
-def costs(plain=10.0, draft=2.5):
-    """A verify pass that takes as long as a plain step, whatever it verifies."""
-    return Costs(plain, draft, verify=plain)
-
-
 def test_round_and_speedup_by_hand():
-    assert costs().round(3) == pytest.approx(17.5)
-    assert costs().speedup(4, 3) == pytest.approx(40 / 17.5)
-    assert costs().speedup(1, 0) == 1
+    as_plain = Costs(10.0, 2.5, verify=10.0)  # a verify pass takes as long as a plain step, whatever it verifies
+    assert as_plain.round(3) == pytest.approx(17.5)
+    assert as_plain.speedup(4, 3) == pytest.approx(40 / 17.5)
+    assert as_plain.speedup(1, 0) == 1
+    assert "k = -1 is out of range; allowed: 0 or more" in said(ValueError, as_plain.round, -1)
     whole = Costs(plain=10, draft=2, verify=11, verify_token=0.25, start=0.5)
     assert whole.round(2.5) == pytest.approx(11 + 0.5 + 2.5 * 2.25)
     # A draft step may come out of noise as negative; a step is never a gain.
@@ -235,18 +229,9 @@ def test_where_drafting_cannot_be_told_apart_a_round_still_costs_the_same():
     assert found.draft == pytest.approx(COSTS.draft + COSTS.verify_token)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: costs(plain=0),
-        lambda: costs(plain=float("nan")),
-        lambda: Costs(1.0, 1.0, 1.0, start=-1.0),
-        lambda: costs().round(-1),
-    ],
-)
-def test_nonsense_is_refused(call):
-    with pytest.raises(ValueError, match=r"given|allowed|positive"):
-        call()
+@pytest.mark.parametrize("wrong", [{"plain": 0}, {"plain": float("nan")}, {"start": -1.0}, {"verify_token": -1.0}])
+def test_costs_that_are_not_positive_are_refused(wrong):
+    assert "costs must be positive; given" in said(ValueError, replace, COSTS, **wrong)
 
 
 @pytest.mark.parametrize("own", [None, 0.05])

@@ -105,15 +105,6 @@ def test_a_table_of_lengths_is_kept_in_its_own_spelling():
     assert checked_table(None, 5) is None
 
 
-def test_vllms_words_for_synthetic_acceptance_and_for_how_drafts_are_taken():
-    assert read(synthetic_acceptance_length=2).acceptance_length == 2.0
-    assert read().draft_sample_method == read(draft_sample_method="greedy").draft_sample_method == "greedy"
-    drawn = read(draft_sample_method="probabilistic")
-    assert drawn.draft_sample_method == "probabilistic"
-    assert ResolvedSettings.from_dict(drawn.to_dict()) == drawn
-    assert read(**to_spec(drawn)) == drawn
-
-
 # ---- what is written back --------------------------------------------------------------------------------------------
 
 
@@ -134,21 +125,20 @@ def test_every_key_that_a_speculative_config_gets():
         "free_drafts": 0,
         "strict": False,
     }
-    assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
-        "method": "skip",
-        "layer_skip": 3,
-        "head_path": "a",
-    }
+    skip = {"method": "skip", "layer_skip": 3, "head_path": "a"}
+    assert to_spec(read(**skip)) == skip
     assert to_spec(DraftSettings(gate=GateConfig("varH"), threshold=3.0))["threshold"] == 3.0
 
 
-def test_the_keys_that_are_vllms_own():
-    assert vllm_keys(DraftSettings()) == {}
+def test_the_keys_that_are_vllms_own_are_read_and_written_back():
+    assert vllm_keys(DraftSettings()) == vllm_keys(read()) == vllm_keys(read(draft_sample_method="greedy")) == {}
     drawn = {"draft_sample_method": "probabilistic"}
-    assert vllm_keys(DraftSettings(**drawn)) == drawn
-    assert drawn.items() <= to_spec(DraftSettings(**drawn)).items()
+    settings = read(**drawn)
+    assert vllm_keys(settings) == drawn
+    assert ResolvedSettings.from_dict(settings.to_dict()) == read(**to_spec(settings)) == settings
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
     assert vllm_keys(DraftSettings(acceptance_length=2.5)) == synthetic
+    assert read(synthetic_acceptance_length=2).acceptance_length == 2.0
     both = DraftSettings(**drawn, acceptance_length=2.5)
     assert vllm_keys(both) == drawn | synthetic
     assert vllm_keys(both).items() <= to_spec(both).items()
@@ -197,6 +187,12 @@ WRONG = {
     },
     "skip_layers = 0-2 leaves none of 3 layers to draft with; skip fewer": {"skip_layers": "0-2", "layer_skip": 3},
     "draft_window = 15 is out of range; allowed: 16 or more": {"draft_window": 15},
+    "draft_window = 'many' must be an integer, not str": {"draft_window": "many"},
+    "draft_context = 64 must be text, such as window:1024": {"draft_context": 64},
+    "draft_context = 'window:64' and draft_window = 32 mean the same setting; give one": {
+        "draft_context": "window:64",
+        "draft_window": 32,
+    },
     "strict = 1 must be true or false": {"strict": 1},
     "synthetic_acceptance_length = 0.5 is out of range; allowed: 1 or more": {"synthetic_acceptance_length": 0.5},
     "draft_sample_method True is not known; allowed: greedy, probabilistic": {"draft_sample_method": True},

@@ -28,10 +28,8 @@ def test_only_what_was_measured_is_drawn():
     assert set(made) == {"speedup", "identical", "latency"}
     (panel,) = made["speedup"].panels
     assert panel.points == (base.id, arm.id)
-    assert [(row["arm"], row["speedup"]) for row in panel.data] == [
-        ("baseline", 1.0),
-        ("E=4 k=5 · lens · varH ≤ 5", 1.5),
-    ]
+    assert [row["arm"] for row in panel.data] == ["baseline", "E=4 k=5 · lens · varH ≤ 5"]
+    assert [row["speedup"] for row in panel.data] == [1.0, 1.5]
     low, high = arm.compared_with.low, arm.compared_with.high
     assert (panel.data[1]["low"], panel.data[1]["high"]) == pytest.approx((low, high), rel=1e-4)
     ttft = next(panel for panel in made["latency"].panels if "TTFT" in panel.name)
@@ -150,9 +148,8 @@ def test_what_one_user_and_one_gpu_get():
 
 def test_waits_are_medians_and_tails_of_both_times_at_each_load():
     (panel,) = drawn(*by_batch(1, 8))["waits"].panels
-    assert {(row["what"], row["load"]) for row in panel.data} == {
-        (what, load) for what in ("ttft", "tpot") for load in (1, 8)
-    }
+    shown = {(row["what"], row["load"]) for row in panel.data}
+    assert shown == {("ttft", 1), ("ttft", 8), ("tpot", 1), ("tpot", 8)}
     assert all(row["value"] <= row["high"] for row in panel.data)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from commands import call, done, refused
 from points import against, baseline, drafts, failed, point, repeat
+from refusals import said
 from test_points import finding
 
 from selfspec_cli.config.schema import ConfigError
@@ -65,8 +66,7 @@ def test_points_are_in_the_order_in_which_they_were_measured(tmp_path):
 def test_a_point_is_never_written_twice(tmp_path):
     file = folder.save(tmp_path, BASE)
     before = file.read_bytes()
-    with pytest.raises(RecordError, match="never written twice"):
-        folder.save(tmp_path, replace(BASE, seconds=9.0))
+    assert "never written twice" in said(RecordError, folder.save, tmp_path, replace(BASE, seconds=9.0))
     assert file.read_bytes() == before
     assert names(tmp_path) == [file.name]
 
@@ -108,11 +108,8 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing_behind(tmp_path, small_
     folder.export(tmp_path)
     before = (tmp_path / "summary.csv").read_bytes()
     small_files()
-    with pytest.raises(RecordError) as caught:
-        folder.save(tmp_path, ARM)
-    with pytest.raises(RecordError, match=r"\.csv could not be written"):
-        folder.export(tmp_path)
-    message = str(caught.value)
+    message = said(RecordError, folder.save, tmp_path, ARM)
+    assert ".csv could not be written" in said(RecordError, folder.export, tmp_path)
     assert f"{tmp_path}" in message and "free some space" in message and "results_dir=NAME" in message
     assert names(tmp_path) == [f"{BASE.id}.json"]
     assert (tmp_path / "summary.csv").read_bytes() == before
@@ -181,22 +178,17 @@ def test_a_name_that_is_no_utf_8_loses_no_point(tmp_path):
 # ---- a file is replaced as a whole -----------------------------------------------------------------------------------
 
 
-def test_a_file_is_replaced_when_all_of_it_is_written(tmp_path):
+def test_a_file_is_replaced_when_all_of_it_is_written_and_is_as_readable_as_any_other(tmp_path):
     file = tmp_path / "made" / "file.json"
     for text in ("first", "second"):
         with written(file) as part:
             part.write_text(text)
+            part.chmod(0o600)
             assert part.parent == file.parent  # a file of another disk could not replace it in one step
         assert file.read_text() == text
     assert list(file.parent.iterdir()) == [file]
-
-
-def test_a_file_is_as_readable_as_any_other_one(tmp_path):
-    with written(tmp_path / "file.json") as part:
-        part.write_text("text")
-        part.chmod(0o600)
     (tmp_path / "usual").touch()
-    assert (tmp_path / "file.json").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert file.stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()], ids=repr)
@@ -240,6 +232,9 @@ def test_an_archive_is_read_like_the_folder(results):
     assert "1.50x" in call("report", "--format", "md", f"results_dir={results}").stdout
     made = compare.compare(("mine", str(results)), "nowhere")
     assert [pair.ratio for pair in made.pairs] == [1.0, 1.0] and made.differing == {}
+    done("runs", "export", f"results_dir={results}", "--out", "tables")
+    assert Path("tables/summary.csv").read_text() == Path("mine/summary.csv").read_text()
+    assert not Path("tables/runs").exists()
 
 
 def test_an_archive_may_hold_several_folders(tmp_path, monkeypatch):
@@ -288,34 +283,26 @@ def test_nothing_is_written_into_an_archive(results):
 @pytest.mark.parametrize("place", ["gpu.jsonl.xz", "sprint.jsonl.xz/conversations"])
 def test_an_archive_without_points_says_what_it_holds_and_how_to_read_it(place):
     """It said "no points yet; make some", which nobody can in an archive, and of a folder in one nothing to find."""
-    said = call("report", f"results_dir={PUBLISHED / place}").stderr
-    assert "holds no points to report" in said and " more. To read one" in said and "make some" not in said
-    command = said.partition("To read one: ")[2].strip()
+    shown = call("report", f"results_dir={PUBLISHED / place}").stderr
+    assert "holds no points to report" in shown and " more. To read one" in shown and "make some" not in shown
+    command = shown.partition("To read one: ")[2].strip()
     assert json.loads(subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout)["file"]
-
-
-def test_tables_of_an_archive_are_made_in_a_folder(results):
-    done("runs", "export", f"results_dir={results}", "--out", "tables")
-    assert Path("tables/summary.csv").read_text() == Path("mine/summary.csv").read_text()
-    assert not Path("tables/runs").exists()
 
 
 @pytest.mark.parametrize("content", [b"no archive", lzma.compress(b"{}\n"), lzma.compress(b"[")])
 def test_what_is_no_archive_is_named(tmp_path, content):
     file = tmp_path / "torn.jsonl.xz"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"torn\.jsonl\.xz is no archive of results"):
-        folder.read(file)
+    assert "torn.jsonl.xz is no archive of results" in said(ConfigError, folder.read, file)
 
 
 def test_what_cannot_be_packed_is_named(tmp_path):
-    (tmp_path / "some").mkdir()
-    for target, words in (("a.zip", "ends in .jsonl.xz"), ("a.jsonl.xz", "holds nothing")):
-        with pytest.raises(ConfigError, match=words):
-            archive.pack(tmp_path / "some", tmp_path / target)
-    (tmp_path / "some" / "torn.json").write_text("{")
-    with pytest.raises(ConfigError, match="is no JSON"):
-        archive.pack(tmp_path / "some", tmp_path / "a.jsonl.xz")
+    some, target = tmp_path / "some", tmp_path / "a.jsonl.xz"
+    some.mkdir()
+    assert "ends in .jsonl.xz" in said(ConfigError, archive.pack, some, tmp_path / "a.zip")
+    assert "holds nothing" in said(ConfigError, archive.pack, some, target)
+    (some / "torn.json").write_text("{")
+    assert "is no JSON" in said(ConfigError, archive.pack, some, target)
     assert not list(tmp_path.glob("*a.jsonl.xz*"))
 
 

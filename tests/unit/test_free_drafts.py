@@ -85,9 +85,8 @@ def test_a_match_is_trusted_from_where_it_yields_more_in_the_same_time(rates, ow
     of_its_own = 1 + sum(own**place for place in range(1, k + 1))
     for length in range(trusted, LONGEST + 1):
         assert (1 + float(yields[length - 1])) * (1 + cost * k) >= of_its_own - 1e-3
-    assert (
-        trusted_from(rates, own, tokens, k, cost / 2) >= trusted
-    )  # a cheaper draft of its own asks for a longer match
+    # A cheaper draft of its own asks for a longer match.
+    assert trusted_from(rates, own, tokens, k, cost / 2) >= trusted
     assert trusted_from(rates, own / 2, tokens, k, cost) <= trusted
 
 

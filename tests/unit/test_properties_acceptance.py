@@ -1,4 +1,4 @@
-"""Acceptance algebra for any rates, costs, logs and rounds: the cost model, counters, logs and replay."""
+"""Acceptance algebra for any logs and rounds: counters, logs and replay; and the unit of costs."""
 
 import pytest
 import torch

@@ -84,3 +84,18 @@ def model_folder(folder, **config):
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).touch()
     return folder
+
+
+def jsonl(path, rows):
+    """The path of a file with a row a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def program(folder):
+    """A program called selfspec, in a folder of its own: this Python's."""
+    file = folder / "bin" / "selfspec"
+    file.parent.mkdir()
+    file.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m selfspec_cli "$@"\n')
+    file.chmod(0o755)
+    return file

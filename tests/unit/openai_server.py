@@ -30,8 +30,6 @@ class Handler(BaseHTTPRequestHandler):
     asked: ClassVar[list] = []
     step = 0.002  # seconds between outputs
     lock = threading.Lock()
-    shared = False  # whether outputs take longer in proportion to the requests that are answered at once
-    at_once: ClassVar[set] = set()
 
     def log_message(self, *words):
         pass
@@ -75,14 +73,12 @@ class Handler(BaseHTTPRequestHandler):
             self.event("\n".join(body["lines"]).encode())
             return self.wfile.write(b"0\r\n\r\n")
         tokens = body["max_tokens"]
-        self.at_once.add(id(self))
         for number in range(tokens // 2):  # two tokens an output
-            time.sleep(self.step * (len(self.at_once) if self.shared else 1))
+            time.sleep(self.step)
             self.chunk({"choices": [{"text": f"{prompt[0]}.{number} "}]})
             if prompt == [14]:
                 self.close_connection = True
                 return self.connection.shutdown(socket.SHUT_RDWR)
-        self.at_once.discard(id(self))
         self.chunk({"choices": [], "usage": {"completion_tokens": tokens, "prompt_tokens": len(prompt)}})
         self.event(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
@@ -109,11 +105,9 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128  # of five, which is Python's own, some of a burst are reset before they are heard
 
 
-def serve(step=0.002, port=0, shared=False):
-    """A server in this process: (its address, what it was asked, a function that ends it). shared: requests slow each
-    other down."""
-    own = {"asked": [], "at_once": set(), "shared": shared, "step": step}
-    handler = type("Own", (Handler,), own)
+def serve(step=0.002, port=0):
+    """A server in this process: (its address, what it was asked, a function that ends it)."""
+    handler = type("Own", (Handler,), {"asked": [], "step": step})
     server = Server(("127.0.0.1", port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 

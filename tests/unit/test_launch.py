@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from commands import call, done, refused, until
+from commands import call, done, program, refused, until
 from points import measured
 
 from selfspec_cli.commands import measuring
@@ -431,41 +431,26 @@ def test_the_task_has_a_spot_machine_a_bucket_secrets_and_autostop():
 
 
 @pytest.mark.slow
-def test_a_job_that_is_taken_away_three_times_ends_as_one_that_is_not(tmp_path):
-    (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin" / "selfspec"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m selfspec_cli "$@"\n')
-    command.chmod(0o755)
-    (tmp_path / "fake").mkdir()
-    environment = os.environ | {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(PATHS),
-        "FAKE_WORKER": str(tmp_path / "fake"),
-        "FAKE_SECONDS": "0.3",
-        "SELFSPEC_WORDS": shlex.join(WIDE),
-    }
+def test_a_job_that_is_taken_away_three_times_ends_as_one_that_is_not(lab, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{program(tmp_path).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SECONDS", "0.3")
+    monkeypatch.setenv("SELFSPEC_WORDS", shlex.join(WIDE))
+    draw, (results, _) = random.Random(3), lab
 
-    def job(results):
-        script = TASK["run"].replace("/selfspec-results", str(results))
-        return subprocess.Popen(
-            ["bash", "-c", script],
-            env=environment,
-            start_new_session=True,
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
+    def job():
+        command = ["bash", "-c", TASK["run"].replace("/selfspec-results", str(results))]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, start_new_session=True, cwd=tmp_path, **pipes)
 
-    draw, results = random.Random(3), tmp_path / "results"
     for number in range(3):
-        running, least = job(results), 1 + 2 * number
+        running, least = job(), 1 + 2 * number
         until(lambda run=running, least=least: len(folder.read(results)[0]) >= least or run.poll() is not None)
         time.sleep(draw.uniform(0, 0.6))
         os.killpg(running.pid, signal.SIGKILL)
         running.communicate()
     kept = {point.id for point in folder.read(results)[0]}
     assert kept
-    last = job(results)
+    last = job()
     assert last.wait() == 0, last.stderr.read()
     points, undisturbed = folder.read(results)[0], planning.plan(compose_runs(overrides=WIDE)).points
     assert kept <= {point.id for point in points}

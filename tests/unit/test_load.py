@@ -2,7 +2,6 @@
 latency: a verdict, the bisection, and a search on simulated servers."""
 
 import itertools
-import json
 import random
 import statistics
 from collections import Counter
@@ -11,7 +10,7 @@ from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import pytest
-from commands import call, done, refused
+from commands import call, jsonl, refused
 from points import point
 from scipy.stats import kstest
 
@@ -150,9 +149,7 @@ BURSTGPT = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response to
 
 @pytest.fixture
 def mooncake(tmp_path):
-    file = tmp_path / "conversation_trace.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in MOONCAKE))
-    return str(file)
+    return jsonl(tmp_path / "conversation_trace.jsonl", MOONCAKE)
 
 
 def times(load):
@@ -177,18 +174,16 @@ def test_a_run_is_limited_by_number_or_time_and_a_rate_keeps_the_proportions(moo
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("rows", "said"),
     [
         ([MOONCAKE[2], MOONCAKE[0]], "row 2 is earlier than the one before it"),
         ([MOONCAKE[0] | {"output_length": 0}], "no request of this trace has a prompt and an answer"),
         ([MOONCAKE[0] | {"input_length": "many"}], "cannot be read as timestamp, input_length and output_length"),
     ],
 )
-def test_a_trace_that_cannot_be_replayed_is_named(tmp_path, text, said):
-    file = tmp_path / "t.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in text))
+def test_a_trace_that_cannot_be_replayed_is_named(tmp_path, rows, said):
     with pytest.raises(ConfigError, match=said):
-        asked_requests(LoadConfig(trace=str(file)))
+        asked_requests(LoadConfig(trace=jsonl(tmp_path / "t.jsonl", rows)))
 
 
 def test_other_files_are_no_traces(tmp_path):
@@ -247,21 +242,6 @@ def test_settings_that_contradict_a_trace_are_named(mooncake, tmp_path, word):
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_has_every_load_on_one_server_for_each_arm(tmp_path):
-    result = done("load", "load.clients=1,8", "gate=maxp,margin", f"results_dir={tmp_path}/r", "--dry-run", "--json")
-    plan = json.loads(result.stdout.splitlines()[-1])
-    engines = plan["engines"]
-    assert [len(one) for one in engines] == [2, 4]  # two loads of the baseline, then of both gates on one server
-    assert {point["clients"] for one in engines for point in one} == {1, 8}
-
-
-def test_the_soak_is_one_command(tmp_path):
-    result = done("load", "experiment=soak", f"results_dir={tmp_path}/r", "--dry-run", "--json")
-    points = [point for one in json.loads(result.stdout.splitlines()[-1])["engines"] for point in one]
-    assert {(point["clients"], point["output_len"]) for point in points} == {(32, 128)}
-    assert [point["arm"] for point in points] == ["baseline", "layer_skip"]
 
 
 def test_nothing_said_is_a_closed_loop_of_eight(tmp_path):

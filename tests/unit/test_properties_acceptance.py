@@ -1,43 +1,22 @@
-"""Acceptance algebra for any rates, costs, logs and rounds: the cost model, counters, logs and replay."""
-
-from dataclasses import asdict
+"""Acceptance algebra for any logs and rounds: counters, logs and replay; and the unit of costs."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import costs, logs, times
+from properties import logs
 
 from selfspec_cli.early_exit import counters
-from selfspec_cli.early_exit.cost_model import Costs, fit_costs
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.replay import Setting, draft_lengths, settings_for, thresholds
 
-# ---- what rounds cost ------------------------------------------------------------------------------------------------
 
-
-@given(costs, st.floats(1e-3, 1e3), st.integers(1, 20), st.floats(1, 20))
-def test_the_unit_of_time_changes_no_speedup(made, unit, k, tokens):
-    scaled = Costs(**{name: value * unit for name, value in asdict(made).items()})
-    assert scaled.speedup(tokens, k) == pytest.approx(made.speedup(tokens, k))
-
-
-shares = st.one_of(st.none(), st.floats(0.01, 0.99))
-arms = st.lists(st.tuples(st.integers(1, 16), times, shares, st.integers(1, 1000)), min_size=1, max_size=5)
-
-
-@given(arms, times)
-def test_whatever_was_timed_a_round_has_a_price(measured, plain):
-    """Noise may make the line through the verify passes begin below zero; no round costs nothing, or less."""
-    timings = [(k, n * time, None if share is None else share * n * time, n) for k, time, share, n in measured]
-    made = fit_costs(timings, plain)
-    assert made.plain == plain
-    assert made.start >= 0 and made.verify_token >= 0
-    for k in (0, 1, 4, 16):
-        assert made.round(k) > 0
-        assert k == 0 or made.speedup(1.0, k) > 0
+def test_the_unit_of_time_changes_no_speedup():
+    minutes, seconds = Costs(0.1, 0.02, 0.12, 0.01, 0.005), Costs(6.0, 1.2, 7.2, 0.6, 0.3)
+    assert minutes.speedup(3.0, 4) == pytest.approx(seconds.speedup(3.0, 4))
 
 
 # ---- counters --------------------------------------------------------------------------------------------------------
@@ -186,14 +165,6 @@ def test_a_stricter_gate_and_a_shorter_draft_draft_less(log, k, gate, data):
     assert (shorter <= longer).all()
     assert (shorter >= 1).all() and (longer <= log.drafted.clamp_max(k)).all()
     assert (draft_lengths(log, Setting(gate, loose.threshold, k + 1)) >= longer).all()
-
-
-@given(logs(), st.sampled_from(features()), st.integers(1, 20))
-def test_thresholds_are_values_that_the_gate_may_have(log, gate, count_):
-    found = thresholds(log, gate, count_)
-    assert found == sorted(set(found))
-    assert 1 <= len(found) <= count_
-    assert all(GATES[gate].low <= value <= GATES[gate].high for value in found)
 
 
 def test_a_log_without_a_number_has_no_thresholds():

@@ -139,16 +139,6 @@ def widened(source, out, hidden, intermediate, *words):
 
 
 @pytest.mark.slow
-@torch.no_grad()
-def test_widened_logits_are_the_same_and_weights_are_not_zero(tmp_path):
-    narrow, wide = widened(MODEL, tmp_path, 1024, 768)
-    ids = torch.arange(3, 259).view(4, 64)
-    torch.testing.assert_close(wide(input_ids=ids).logits, narrow(input_ids=ids).logits, rtol=1e-3, atol=1e-3)
-    q = wide.model.layers[0].self_attn.q_proj.weight
-    assert q.shape == (1024, 1024) and float(q[512:].std()) > 0.01
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @torch.no_grad()
 def test_a_model_of_another_shape_is_widened_exactly(tmp_path, tied):
@@ -176,6 +166,7 @@ def test_a_model_of_another_shape_is_widened_exactly(tmp_path, tied):
     ids = torch.arange(128).view(4, 32)
     torch.testing.assert_close(wide(input_ids=ids).logits, narrow(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
     assert wide.model.layers[0].mlp.gate_proj.weight.shape == (512, 384)
+    assert float(wide.model.layers[0].self_attn.q_proj.weight[96:].std()) > 0.01  # what is new is not zero
     assert (tmp_path / "wide" / "chat_template.jinja").is_file()
 
 

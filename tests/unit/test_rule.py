@@ -667,17 +667,6 @@ def test_every_confidence_has_a_bin():
     assert bins_of(confidence).tolist() == [0, 0, 1, BINS // 2, BINS - 1, BINS - 1]
 
 
-def test_what_was_judged_counts_in_its_own_bin_alone():
-    confidence = torch.tensor([0.9, 0.9, 0.9, 0.1])
-    counts = learnt(first_counts(), confidence, torch.tensor([True, False, True, False]))
-    change = counts - first_counts()
-    high, low = bins_of(torch.tensor([0.9, 0.1])).tolist()
-    assert (float(change[0, high]), float(change[1, high])) == (2, 3)
-    assert (float(change[0, low]), float(change[1, low])) == (0, 1)
-    change[:, [high, low]] = 0
-    assert not change.any()
-
-
 def test_acceptance_is_found_whatever_it_is_and_what_is_long_ago_fades():
     draw = torch.Generator().manual_seed(0)
     counts = first_counts()

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from commands import one, refused
+from commands import model_folder, one, refused
 
 from selfspec_cli.config import keys, schema, speculative
 from selfspec_cli.config.choices import file_choices
@@ -21,12 +21,8 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16, "max_positi
 
 @pytest.fixture
 def draft(tmp_path):
-    """A folder with a draft model's config.json and a few bytes as its weights."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMALL))
-    (folder / "model.safetensors").write_bytes(b"one")
-    return folder
+    """A folder that looks like a draft model."""
+    return model_folder(tmp_path / "small", **SMALL)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +173,10 @@ def test_a_separate_draft_has_half_of_the_layers_where_none_are_named(layer, ove
 
 
 def test_the_layers_of_a_model_of_more_than_text_are_set_where_they_are_counted(tmp_path):
-    model, draft = tmp_path / "model", tmp_path / "draft"
     text = {"num_hidden_layers": 4, "layer_types": ["sliding", "sliding", "full", "full"]}
-    for folder in (model, draft):
-        folder.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "pictures", "text_config": text}))
+    model = model_folder(tmp_path / "model", model_type="pictures", text_config=text)
     cut = {"num_hidden_layers": 2, "layer_types": ["sliding", "sliding"]}
-    assert separate(draft, model, 2) == {"model_type": "pictures", "text_config": cut}
+    assert separate(tmp_path, model, 2) == {"model_type": "pictures", "text_config": cut}
 
 
 def test_a_separate_draft_of_a_model_on_the_hub_is_made_of_the_cached_config(tmp_path, monkeypatch):

@@ -3,14 +3,13 @@
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pexpect
 import programs
 import pytest
-from commands import call, document, done, model_folder, refused
+from commands import call, document, done, model_folder, program, refused
 
 from selfspec_cli.commands import serve
 from selfspec_cli.commands.doctor import verdict
@@ -25,26 +24,25 @@ from selfspec_cli.stages import doctor, preflight
 CHECKS = paths.experiments_dir() / "checks"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def model(tmp_path, monkeypatch):
+    """A folder that looks like a model; the test runs beside it."""
     monkeypatch.chdir(tmp_path)
     return f"model={model_folder(tmp_path / 'model', num_hidden_layers=8, max_position_embeddings=1024)}"
 
 
 @pytest.mark.parametrize("command", ["sweep", "bench"])
-def test_a_command_alone_shows_its_plan_and_what_to_type(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_command_alone_shows_its_plan_and_what_to_type(command, monkeypatch):
     monkeypatch.setattr("selfspec_cli.engine.live.open_engine", lambda *_, **__: pytest.fail("an engine was started"))
     shown = call(command)
     assert shown.exit_code == 0 and shown.stdout.startswith("2 point(s) on 2 engine(s)")
     assert f"to measure it: selfspec {command} model=reference" in shown.stderr
     assert document(call(command, "--json"))["dry_run"] is True
-    assert not (tmp_path / "results").exists()
+    assert not Path("results").exists()
     assert "alone starts nothing" not in call(command, "model=reference", "--dry-run").stderr
 
 
-def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_not_here_is_said_to_be_not_checked(monkeypatch):
     monkeypatch.setattr("selfspec_cli.stages.preflight.config_file", lambda model: None)
     shown = done("sweep", "model=org/name", "layer=99", "--dry-run")
     assert "are not checked: org/name is not here (hf download org/name)" in shown.stderr
@@ -55,8 +53,7 @@ def test_what_is_not_here_is_said_to_be_not_checked(tmp_path, monkeypatch):
     assert verdict([check, replace(check, ok=False)]) == "A run could not work here."
 
 
-def test_a_server_of_random_weights_needs_no_text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_server_of_random_weights_needs_no_text():
     served = done("serve", "model=llama3_8b_shape", "--dry-run", "--json")
     assert "vllm" in document(served)["command"]
     measured = refused("bench", "model=llama3_8b_shape", "engine=cpu", "--dry-run")
@@ -103,8 +100,7 @@ def test_a_value_of_a_plan_in_words(value, words):
     assert in_words(value) == words
 
 
-def test_a_check_is_planned_in_words(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_check_is_planned_in_words():
     shown = done("check", str(CHECKS / "cpu_micro.yaml"), "--dry-run")
     assert "mean_accepted_len at least" in shown.stdout
     assert not any(word in shown.stdout for word in ("None", "True", "False", "{", "'"))
@@ -154,11 +150,10 @@ def test_choices_and_presets_are_offered(word, expected):
     assert sorted(offered(word)) == sorted(expected)
 
 
-def test_models_that_were_tuned_are_offered(tmp_path, monkeypatch):
-    folder = tmp_path / "conf" / choices.TUNED
+def test_models_that_were_tuned_are_offered():
+    folder = Path("conf", choices.TUNED)
     folder.mkdir(parents=True)
     (folder / f"mine-{'0' * model_files.SHORT}.yaml").touch()
-    monkeypatch.chdir(tmp_path)
     assert offered("tuned=") == ["tuned=mine"]
 
 
@@ -180,11 +175,8 @@ def test_bash_takes_what_stands_before_the_equals_sign_for_a_word(monkeypatch, l
 @pytest.fixture
 def environment(tmp_path):
     """Of a shell that finds this checkout's `selfspec`."""
-    program = tmp_path / "bin" / "selfspec"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m selfspec_cli "$@"\n')
-    program.chmod(0o755)
-    return {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(tmp_path)}
+    paths = {"PATH": f"{program(tmp_path).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    return os.environ | paths | {"TERM": "dumb"}
 
 
 BEGUN = {"gate=mar": "gate=margin", "free_dra": "free_drafts=", "engine=g": "engine=gpu"}

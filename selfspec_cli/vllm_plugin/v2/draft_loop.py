@@ -36,6 +36,7 @@ from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.state import DraftState, Free
 from selfspec_cli.vllm_plugin.v2.widths import widths
 from selfspec_cli.vllm_plugin.vllm_names import (
+    AttentionCGSupport,
     BatchDescriptor,
     CUDAGraphMode,
     SpeculatorBatchDescriptor,
@@ -160,7 +161,10 @@ class DraftLoop(TargetDependentARSpeculator):
         drafting = [group for groups in self.attn_groups for group in groups]
         measures = self.settings.chooses_width
         self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config, measures)
-        self.supports_decode_metadata_update = all(group.supports_draft_decode_metadata_update for group in drafting)
+        # vLLM's attention in chunks says what the one below it says, but splits requests anew each step, on the host.
+        on_device = self.attn_cg_support.min_cg_support != AttentionCGSupport.NEVER
+        updates = all(group.supports_draft_decode_metadata_update for group in drafting)
+        self.supports_decode_metadata_update = on_device and updates
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Draft steps replay as full graphs or run eagerly; there is no prefill to capture."""

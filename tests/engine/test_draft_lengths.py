@@ -104,21 +104,6 @@ def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_di
         assert sum(rule.acceptance.stood) > 0 < sum(rule.acceptance.failed)
 
 
-def test_a_table_is_set_on_the_live_engine_and_a_wrong_one_is_refused(model_dir, plain):
-    with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
-        seen = watch(engine)
-        for table, most in ((None, K), ("1:2 5:0", 2), ("1:0", 0), (None, K)):
-            engine.call("early_exit_set_length_table", table)
-            seen.clear()
-            engine.gives(PROMPTS[:6], parameters(own=False)[:6], plain[:6])
-            assert max(drafted for *_, drafted in seen) == most
-            if table == "1:2 5:0":
-                assert {drafted for load, *_, drafted in seen if load >= 5} == {0}
-        engine.counts().require_both_verdicts()
-        with pytest.raises(Exception, match="more than the engine's k"):
-            engine.call("early_exit_set_length_table", f"1:{K + 1}")
-
-
 # ---- drafts from what a request had before, beside the model's own: whatever bounds or closes them ------------------
 
 SHORT, FREE = 4, 10  # most of the model's own draft, and of a copied one

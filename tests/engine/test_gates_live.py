@@ -82,7 +82,6 @@ def by_reference(path: Path, layer: int, k: int, threshold: float | None, prompt
     ("layer", "k", "threshold"), [(LAYERS // 2, K, None), (LAYERS // 2, K, 0.3), (2, 3, 0.2), (LAYERS - 1, 1, None)]
 )
 def test_every_round_is_the_references(drafting, want, report, layer, k, threshold):
-    """In a batch of eight."""
     drafting.call("early_exit_set_view", {"layer_skip": layer})
     drafting.call("early_exit_set_draft_length", k)
     drafting.call("early_exit_set_gate", *(("none", None) if threshold is None else ("maxp", threshold)))

@@ -73,7 +73,6 @@ def test_scenario(plain, drafting, name, gate):
 
 
 def test_scenarios_are_what_they_say(plain):
-    """Each ends requests the way it is there for."""
     assert {why for _, why, _ in plain["stop_tokens"]} == {"stop", "length"}
     assert {why for _, why, _ in plain["end_of_text"]} == {"stop", "length"}
     assert all(EOS not in got[:-1] for got, _, _ in plain["end_of_text"])

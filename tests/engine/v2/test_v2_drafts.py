@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fixed_times import fix_times
-from harness import GATES, Counts, Live, change_everything, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import Counts, Live, change_everything, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
 from test_gates_live import by_reference, rounds_of
 
@@ -64,22 +64,6 @@ def planner(engine: Live) -> Any:
     return planner_of(engine.llm.llm_engine.engine_core.engine_core.scheduler)
 
 
-def drafted(engine: Live) -> int:
-    """Tokens that the draft loop counted on the device. vLLM counts the places of a verify pass."""
-    return int(engine.call("early_exit_counters")["drafted"])
-
-
-def test_every_gate(drafting, plain):
-    made = {}
-    for gate, threshold in GATES.items():
-        drafting.call("early_exit_set_gate", gate, threshold)
-        before = drafted(drafting)
-        same(drafting, plain, few=3)
-        made[gate] = drafted(drafting) - before
-    without = made.pop("none")
-    assert all(0 < each < without for each in made.values()), made
-
-
 def before_the_end(rounds: list[Round], length: int) -> tuple[Round, ...]:
     """Rounds of the reference without the drafts that would lie beyond `length` tokens: the V2 runner makes none."""
     kept, generated = [], 1
@@ -102,17 +86,6 @@ def test_every_round_is_the_references(drafting, plain, model_dir, threshold):
     made = by_reference(model_dir("llama"), LAYERS // 2, K, threshold, PROMPTS[:3], LENGTHS[:3])
     expected = {before_the_end(rounds, length) for (_, rounds), length in zip(made, LENGTHS, strict=False)}
     assert {tuple(rounds_of(log, number)) for number in range(3)} == expected
-
-
-def test_draft_lengths_of_the_engine_and_of_requests(drafting, plain):
-    made = {}
-    for k in (K, 2, 0):
-        drafting.call("early_exit_set_draft_length", k)
-        counted = drafted(drafting)
-        counts = drafting.gives(PROMPTS[:3], parameters(extra_args={"selfspec_k": 1})[:3], plain[:3])
-        made[k] = drafted(drafting) - counted
-        assert counts.accepted < max(made[k], 1)
-    assert made[K] > made[2] > made[0] == 0
 
 
 def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):

@@ -64,7 +64,7 @@ def test_load_context_and_requests_own_wishes_together_while_requests_are_preemp
     with live(model_dir("llama"), spec, kv_cache_memory_bytes=24 * 2**16, max_model_len=384) as engine:
         seen = watch(engine)
         engine.gives(PROMPTS, parameters(own=True), plain).require_both_verdicts()
-        assert engine.preempted() > 0
+        assert engine.metric("num_preemptions") > 0
         table = engine.drafter.lengths.table
     kinds = set()
     for load, context, own, drafted in seen:
@@ -91,7 +91,7 @@ def test_the_one_line_drafts_is_lossless_and_follows_gates_that_are_set(model_di
         engine.fix_times()
         made = {}
         for gate, threshold in (("auto", None), ("none", None), ("maxp", 0.3), ("auto", None)):
-            engine.set_gate(gate, threshold)
+            engine.call("early_exit_set_gate", gate, threshold)
             counted = cost(engine)
             counts = engine.gives(PROMPTS, parameters(own=False), plain)
             made[gate] = cost(engine) - counted
@@ -142,11 +142,11 @@ def test_with_every_kind_of_gate_and_length_and_beside_requests_that_opt_out(mod
         engine.draft_also_what_does_not_pay()
         engine.fix_times()
         for gate in ("none", "maxp", "survival"):
-            engine.set_gate(gate, GATES[gate])
+            engine.call("early_exit_set_gate", gate, GATES[gate])
             found = counted(engine, plain_repeating, asking())
             assert found["free_accepted"] > 20
             assert found["drafted"] > 20
-        engine.set_gate("none", None)
+        engine.call("early_exit_set_gate", "none", None)
         seen = watch(engine)
         counted(engine, plain_repeating, asking(extra_args={"selfspec_k": 0}))
         assert {drafted for *_, own, drafted in seen if own} == {0}

@@ -104,10 +104,10 @@ def test_what_cannot_be_is_refused_and_what_was_before_it_stays(drafting, want):
     for k in (-1, K + 1, 2.5, True):
         with pytest.raises(SettingsError, match=f"allowed: 0 to {K}"):
             drafting.call("early_exit_set_draft_length", k)
-    drafting.set_gate("maxp", 1.0)  # closes after each step
+    drafting.call("early_exit_set_gate", "maxp", 1.0)  # closes after each step
     for kind, threshold in (("maxp", 1.5), ("varh", 4.0), ("varH", -1.0), ("none", 0.5), ("auto", None)):
         with pytest.raises(SettingsError):
-            drafting.set_gate(kind, threshold)
+            drafting.call("early_exit_set_gate", kind, threshold)
     before = drafting.call("early_exit_counters")
     made = want.check(drafting, FEW)
     assert made.drafted == made.rounds > 0

@@ -66,7 +66,7 @@ def drafting(plain, model_dir) -> Iterator[Live]:
 @pytest.mark.parametrize("gate", ["none", "maxp"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(plain, drafting, name, gate):
-    drafting.set_gate(gate, GATES[gate])
+    drafting.call("early_exit_set_gate", gate, GATES[gate])
     before = drafting.counts()
     assert SCENARIOS[name](drafting) == plain[name]
     (drafting.counts() - before).require_both_verdicts()

@@ -49,7 +49,7 @@ def test_compiled_views_of_equal_depth_run_their_own_layers(expected, made):
         with live(want.path, layer_skip(LAYERS, K, skip_layers=skipped), **COMPILED) as engine:
             compiled.append(want.check(engine, SOME))
             check_layers(engine, made, skipped)
-            engine.set_gate("maxp", 0.3)
+            engine.call("early_exit_set_gate", "maxp", 0.3)
             gated = want.check(engine, SOME)
             gated.require_both_verdicts()
             assert gated.drafted < K * gated.rounds, gated

@@ -132,6 +132,12 @@ async def test_what_cannot_be_continued_ends_with_an_error_that_names_the_backen
         assert (await on.rows())[0]["status"] == 502
 
 
+async def test_where_all_fail_the_client_is_told_which(tmp_path):
+    async with running([Fake("a", refuse=500), Fake("b", refuse=503)], tmp_path) as on:
+        status, found, _ = await on.post(PROMPT)
+        assert (status, found["error"]["backend"]) == (503, "b")
+
+
 async def test_the_breaker_opens_and_closes(tmp_path, monkeypatch):
     monkeypatch.setattr(replica, "OPEN_SECONDS", 2.0)  # longer than four requests take
     async with running([Fake("a", refuse=500), Fake("b")], tmp_path) as on:

@@ -19,6 +19,7 @@ from running import DIGESTS, Process, Stream, process, started, until
 from typer.testing import CliRunner
 
 from selfspec_cli.commands.app import app
+from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import demo, server, workers
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import BackendKind
@@ -324,3 +325,8 @@ def test_each_worker_has_its_share_of_what_may_be_there_at_once():
     made = workers.share(settings, ["http://started", "http://b"], 81)
     assert (made["port"], made["limits"]["at_once"]) == (81, 4)
     assert [(one["url"], one["at_once"]) for one in made["backends"]] == [("http://started", 2), ("http://b", None)]
+
+
+def test_a_port_that_another_program_has_is_not_shared():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="it cannot listen on"):
+        workers.bound("127.0.0.1", taken.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Every field of a request on the V2 runner, beside all others: as plain decoding answers."""
+"""Every field of a request on the V2 runner, beside all others: as plain decoding answers, or refused alone."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import Live, greedy, layer_skip, live, tokens
 from models import LAYERS
-from request_fields import FIELDS, V2_FIELDS
+from request_fields import FIELDS, REFUSED, V2_FIELDS
 from test_request_faults import (
     BIASES,
     ENGINE,
@@ -21,6 +21,7 @@ from test_request_faults import (
     test_a_grammar_begins_where_thinking_ends,
     thinking,
 )
+from vllm.exceptions import VLLMClientError
 
 __all__ = ["test_a_grammar_begins_where_thinking_ends"]  # with the fixtures of this file
 
@@ -79,3 +80,11 @@ def test_each_field_beside_all_others(drafting: Live, wanted, drafts):
 def test_thinking_ends_when_its_own_budget_does(drafting: Live, wanted, drafts, bias):
     with in_mode(drafting, drafts):
         assert tokens(drafting.generate(THINKING, thinking(drafts, bias, THOUGHT))) == wanted[f"thinking {bias}"]
+
+
+def test_what_is_refused_is_refused_alone(drafting: Live, wanted):
+    said, message = REFUSED["trace_decode_token_ids"]
+    with pytest.raises((VLLMClientError, ValueError), match=message):
+        drafting.generate([PROMPTS["n"]], greedy(TOKENS, **said))
+    drafting.broken = False  # it was refused before it began
+    assert same(answer(drafting.generate([PROMPTS["n"]], asked()[:1])[0]), wanted["n"])

@@ -97,35 +97,29 @@ def test_who_leaves_takes_the_statistic_of_the_step_before_along():
     assert state.limits.tolist() == pytest.approx([0.1])
 
 
-class Sevens:
-    """A head over three tokens that likes the middle one."""
-
-    def logits(self, hidden):
-        return torch.tensor([[0.0, 7.0, 1.0]]).repeat(len(hidden), 1)
+FINE = [0.0, 7.0, 1.0]
 
 
-@pytest.mark.parametrize("bad", [False, True])
-def test_the_gate_is_asked_after_every_step_but_the_last(bad):
-    asked = []
+@pytest.mark.parametrize("second", [FINE, [0.0, torch.nan, 1.0], [-torch.inf] * 3], ids=["fine", "nan", "infinite"])
+def test_the_gate_is_asked_after_every_step_but_the_last_and_closed_where_logits_are_no_numbers(second):
+    asked, bad = [], second is not FINE
 
     def decide(logits, state):
         asked.append(logits.tolist())
-        return torch.tensor([True, False])
+        return torch.tensor([False, True])
 
     proposer = SimpleNamespace(
-        head=Sevens(),
+        head=SimpleNamespace(logits=lambda hidden: torch.tensor([FINE, second])),
         recorder=None,
         worth=None,
         counters=DraftCounters(3),
         gate=SimpleNamespace(decide=decide),
         _forward=lambda state: torch.ones(2, 4),
     )
-    if bad:
-        proposer.head = SimpleNamespace(logits=lambda hidden: torch.tensor([[0.0, 7.0, 1.0], [0.0, torch.nan, 1.0]]))
     state = Round(torch.arange(2), torch.zeros(2).int(), torch.zeros(2).long(), room=9)
-    _, best, open_ = _EarlyExit._decide(proposer, state, ["x", "y"], False)
-    assert best.tolist() == [1, 0 if bad else 1]
-    assert open_.tolist() == [True, False]
+    logits, best, open_ = _EarlyExit._decide(proposer, state, ["x", "y"], False)
+    assert best.tolist() == [1, 0 if bad else 1] and logits.isfinite().all()
+    assert open_.tolist() == [False, not bad]
     assert len(asked) == 1
     _, _, open_ = _EarlyExit._decide(proposer, state, ["x", "y"], True)
     assert len(asked) == 1

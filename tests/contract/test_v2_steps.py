@@ -170,11 +170,8 @@ def runner(**changes):
         execute_model_state=SimpleNamespace(input_batch=batch, num_spec_tokens_to_schedule=0),
         pp_handler=None,
     )
-    for path, value in changes.items():
-        *owners, name = path.split("__")
-        owner = made
-        for each in owners:
-            owner = getattr(owner, each)
+    for name, value in changes.items():
+        owner = next(each for each in (batch, made.execute_model_state, made) if hasattr(each, name))
         setattr(owner, name, value)
     return made
 
@@ -219,13 +216,13 @@ def test_a_step_that_fails_gives_the_speculator_back():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"speculator__drafting_disabled": False},  # takes in what was accepted
+        {"speculator": SimpleNamespace(drafting_disabled=False)},  # takes in what was accepted
         {"speculator": SimpleNamespace()},  # one of vLLM's
         {"speculator": None},
         {"execute_model_state": None},
-        {"execute_model_state__num_spec_tokens_to_schedule": 2},
-        {"execute_model_state__input_batch__num_draft_tokens": 3},
-        {"execute_model_state__input_batch__has_structured_output_reqs": True},
+        {"num_spec_tokens_to_schedule": 2},
+        {"num_draft_tokens": 3},
+        {"has_structured_output_reqs": True},
         {"pp_handler": object()},
     ],
     ids=lambda changes: next(iter(changes)),

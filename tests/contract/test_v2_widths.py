@@ -1,11 +1,14 @@
 """How wide verify passes are planned for the V2 scheduler, and the decode graphs there are; starts no engine."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 from v2_engine import K, early_exit, settings
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from selfspec_cli.early_exit.rule import LARGEST_VERIFY, LengthRule, StepTimes, batch_size
@@ -223,33 +226,24 @@ def test_totals_by_position_are_joined_with_those_before():
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
-def manager(spec, **more):
-    """vLLM's manager with our widths, as far as it plans its captures."""
-    kind = with_every_width(ModelCudaGraphManager)
-    made = kind.__new__(kind)
-    speculative = None if spec is None else early_exit(**spec)
-    if speculative is not None:
-        speculative.uses_dynamic_speculative_decoding = lambda: False
-    heads = SimpleNamespace(get_num_attention_heads=lambda parallel: 32, get_num_kv_heads=lambda parallel: 8)
-    made.vllm_config = SimpleNamespace(
-        speculative_config=speculative,
-        additional_config=None,
-        num_speculative_tokens=K,
-        model_config=heads,
-        cache_config=SimpleNamespace(use_kda_recoverssm=False, kv_sharing_fast_prefill=False),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        kv_transfer_config=None,
-    )
-    made.compilation_config = SimpleNamespace(
-        cudagraph_capture_sizes=[1, 2, 4, 5, 8, 10, 16, 20, 24, 32, 40], max_cudagraph_capture_size=40
-    )
-    made.max_num_reqs, made.decode_query_len, made.varlen_decode, made.ubatch_runner = 8, K + 1, False, None
-    made.cudagraph_mode, made.lora_capture_cases = CUDAGraphMode.FULL_AND_PIECEWISE, [0]
-    made._lora_dispatch_map, made._max_lora_case = {}, 0
-    made._candidates, made._capture_descs, made._graphs_captured = {}, {}, True
-    for name, value in more.items():
-        setattr(made, name, value)
-    made._init_candidates()
+@pytest.fixture
+def manager(configured, monkeypatch):
+    """Make vLLM's manager with our widths, of an engine for eight requests and with four query heads a KV head. spec:
+    keys of its speculative_config; None: it does not draft. sizes: of its graphs."""
+    for name in ("get_pp_group", "current_platform"):
+        monkeypatch.setattr(cudagraph_utils, name, Mock())
+
+    def made(spec, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4, 5, 8, 10, 16, 20, 24, 32, 40), **more):
+        if spec is not None:
+            spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
+        config = configured(spec, max_num_seqs=8, hf_overrides={"num_key_value_heads": 1})
+        chosen = config.compilation_config
+        chosen.cudagraph_capture_sizes, chosen.max_cudagraph_capture_size = list(sizes), sizes[-1]
+        kind, tokens = with_every_width(ModelCudaGraphManager), 1 + config.num_speculative_tokens
+        planned = kind(config, torch.device("cpu"), mode, tokens, **more)
+        planned._graphs_captured = True
+        return planned
+
     return made
 
 
@@ -280,7 +274,7 @@ def captured_with(manager, support="ALWAYS", backend="FLASH_ATTN", additional="A
     return manager
 
 
-def test_a_verify_pass_is_timed_on_the_inputs_that_its_graph_was_captured_with(monkeypatch):
+def test_a_verify_pass_is_timed_on_the_inputs_that_its_graph_was_captured_with(manager, monkeypatch):
     asked = []
     monkeypatch.setattr(graphs, "prepare_inputs_to_capture", lambda *given, **named: asked.append((given[:2], named)))
     drafting = captured_with(manager({"length_table": "4:2"}))
@@ -297,8 +291,8 @@ def test_a_verify_pass_is_timed_on_the_inputs_that_its_graph_was_captured_with(m
             assert asked.pop() == ((requests, requests * (1 + width)), inputs)
 
 
-def test_there_is_a_full_graph_for_every_width_where_the_table_has_it_and_for_no_other():
-    drafting, plain = manager({"length_table": "4:2"}), manager(None, decode_query_len=1)
+def test_there_is_a_full_graph_for_every_width_where_the_table_has_it_and_for_no_other(manager):
+    drafting, plain = manager({"length_table": "4:2"}), manager(None)
     for requests in range(1, 9):
         for width in (4, 2, 0):
             mode, tokens, uniform = graph_of(drafting, requests, width)
@@ -312,7 +306,7 @@ def test_there_is_a_full_graph_for_every_width_where_the_table_has_it_and_for_no
         assert graph_of(drafting, requests, 0) == graph_of(plain, requests, 0)
 
 
-def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_where_all_are_short():
+def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_where_all_are_short(manager):
     drafting = captured_with(manager({"length_table": "4:2"}))
     assert joined(drafting, 5, 5, 16) == ("FULL", 32, 16)  # 64 rows are 16 tokens of four heads each
     assert joined(drafting, 5, 5, 17) == ("FULL", 32, None)
@@ -330,14 +324,14 @@ def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_wh
         ({"support": "UNIFORM_BATCH"}, {}),
         ({"supports_mm_inputs": True}, {}),
         ({"additional": "NEVER"}, {}),
-        ({}, {"kv_transfer_config": SimpleNamespace(kv_connector="any")}),
+        ({}, {"kv_transfer_config": object()}),
         ({}, {"cache_config.kv_sharing_fast_prefill": True}),
         ({}, {"parallel_config.decode_context_parallel_size": 2}),
         ({}, {"parallel_config.prefill_context_parallel_size": 2}),
     ],
 )
-def test_steps_have_the_graphs_that_vllm_gives_them_where_not_any_mix_can_be_captured(attention, config):
-    drafting, plain = manager({"length_table": "4:2"}), manager(None, decode_query_len=1)
+def test_steps_have_the_graphs_that_vllm_gives_them_where_not_any_mix_can_be_captured(manager, attention, config):
+    drafting, plain = manager({"length_table": "4:2"}), manager(None)
     for path, value in config.items():
         part, _, name = path.rpartition(".")
         setattr(getattr(drafting.vllm_config, part) if part else drafting.vllm_config, name, value)
@@ -349,25 +343,21 @@ def test_steps_have_the_graphs_that_vllm_gives_them_where_not_any_mix_can_be_cap
     assert {one.uniform_token_count for one in drafting._capture_descs[CUDAGraphMode.FULL]} == {5, 3, 1}
 
 
-def test_graphs_for_short_queries_are_for_the_backend_that_has_small_tiles_and_for_queries_that_hold_drafts():
+def test_graphs_for_short_queries_are_for_the_backend_that_has_small_tiles_and_for_queries_that_hold_drafts(manager):
     other = captured_with(manager({"length_table": "4:2"}), backend="TRITON_ATTN")
     assert joined(other, 5, 5, 16) == ("FULL", 32, None)
-    wide = SimpleNamespace(get_num_attention_heads=lambda parallel: 32, get_num_kv_heads=lambda parallel: 2)
-    many = manager({"length_table": "4:2"})
-    many.vllm_config.model_config, many._candidates, many._capture_descs = wide, {}, {}
-    many._init_candidates()
-    assert joined(captured_with(many), 5, 5, 16) == ("FULL", 32, None)  # 64 rows are four tokens
+    long = captured_with(manager({"num_speculative_tokens": 16}))  # 64 rows are 16 tokens, one fewer than a verify pass
+    assert joined(long, 5, 5, 16) == ("FULL", 32, None)
 
 
-def test_a_user_who_wants_graphs_of_decode_steps_alone_gets_no_others():
-    drafting = captured_with(manager({}, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY))
+def test_a_user_who_wants_graphs_of_decode_steps_alone_gets_no_others(manager):
+    drafting = captured_with(manager({}, CUDAGraphMode.FULL_DECODE_ONLY))
     assert joined(drafting, 5, 5, 16)[0] == "NONE"
     assert {one.uniform_token_count for one in drafting._capture_descs[CUDAGraphMode.FULL]} == {5, 1}
 
 
-def test_sizes_that_the_user_chose_are_kept():
-    few = SimpleNamespace(cudagraph_capture_sizes=[1, 8, 16], max_cudagraph_capture_size=16)
-    found = manager({}, compilation_config=few)._capture_descs[CUDAGraphMode.FULL]
+def test_sizes_that_the_user_chose_are_kept(manager):
+    found = manager({}, sizes=(1, 8, 16))._capture_descs[CUDAGraphMode.FULL]
     decode = {one.num_tokens for one in found if one.uniform_token_count}
     assert decode == {1, 5, 8, 10}  # 16 is no number of whole requests of 5 tokens within 16
     assert {one.num_tokens for one in found if not one.uniform_token_count} == {1, 8, 16}
@@ -396,7 +386,7 @@ def test_every_width_that_measured_times_may_choose_has_a_decode_graph(spec, lim
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def sizes_of(own, max_num_seqs, capture=None, most=None, drafts=True, **spec):
+def sizes_of(own, max_num_seqs, capture=None, drafts=True, **spec):
     """The capture sizes that a configuration ends with, where vLLM's own would be `own`."""
 
     def original(self):
@@ -405,7 +395,7 @@ def sizes_of(own, max_num_seqs, capture=None, most=None, drafts=True, **spec):
             self.compilation_config.max_cudagraph_capture_size = own[-1] if own else 0
 
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=capture, max_cudagraph_capture_size=most),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=capture, max_cudagraph_capture_size=None),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
         speculative_config=early_exit(**spec) if drafts else None,
         additional_config=None,
@@ -413,7 +403,7 @@ def sizes_of(own, max_num_seqs, capture=None, most=None, drafts=True, **spec):
     )
     capture_every_width(original)(config)
     chosen = config.compilation_config
-    assert chosen.max_cudagraph_capture_size in (most, chosen.cudagraph_capture_sizes[-1] if own else 0)
+    assert chosen.max_cudagraph_capture_size in (None, chosen.cudagraph_capture_sizes[-1] if own else 0)
     return chosen.cudagraph_capture_sizes
 
 
@@ -450,14 +440,14 @@ def test_the_most_requests_of_a_width():
     assert request_counts(300)[-4:] == (256, 272, 288, 300)
 
 
-def test_the_widest_graph_is_captured_first_because_its_output_holds_all_others():
+def test_the_widest_graph_is_captured_first_because_its_output_holds_all_others(manager):
     found = manager({})._capture_descs[CUDAGraphMode.FULL]
     assert [one.num_tokens for one in found] == sorted((one.num_tokens for one in found), reverse=True)
     assert {one.uniform_token_count for one in found} == {K + 1, 1, None}
     assert len(found) == len(set(found))
 
 
-def test_engines_without_early_exit_are_left_alone():
+def test_engines_without_early_exit_are_left_alone(manager):
     for made in (manager(None), manager(None, varlen_decode=True)):
         candidates, captured = made._candidates, made._capture_descs
         made._candidates, made._capture_descs = {}, {}

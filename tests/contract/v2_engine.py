@@ -184,23 +184,18 @@ def serve(scheduler, requests):
 
 
 def alternating():
-    """In place of a reader's orders: one `Order` for every load, which says the other one each time that it is asked.
+    """In place of a reader's orders: one for every load, which says the other one each time that it is asked.
 
     It decides nothing by times: for that the reader would ask again, and with two questions a step every step would
     have the same order."""
-    from selfspec_cli.vllm_plugin.v2.step_order import Order
 
-    class ByTurns(Order):
+    class ByTurns:
         asked = 0
 
         @property
         def first(self):
             self.asked += 1
             return self.asked % 2 == 0
-
-        @first.setter
-        def first(self, decided):
-            pass
 
         def add(self, host, device):
             pass

@@ -91,14 +91,6 @@ class Live:
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         return Counts(*(self.metric(f"spec_decode_{name}") for name in names))
 
-    def preempted(self) -> int:
-        """Requests that were thrown out of the KV cache since the engine started."""
-        return self.metric("num_preemptions")
-
-    def set_gate(self, kind: str, threshold: float | None) -> None:
-        """Change the gate for the rounds to come."""
-        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
-
     def call(self, method: str, *args: Any) -> Any:
         """What the worker answers."""
         return self.llm.collective_rpc(method, args=args)[0]

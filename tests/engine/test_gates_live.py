@@ -1,16 +1,15 @@
-"""What gates can do on a live engine, without changing a token: be recorded, change their mind, meet broken logits. And
-round by round the engine does what the method in plain PyTorch does (early_exit/reference.py)."""
+"""What gates can do on a live engine, without changing a token: be recorded, change their mind. And round by
+round the engine does what the method in plain PyTorch does (early_exit/reference.py)."""
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import GATES, Counts, Live, change_everything, differing, greedy, layer_skip, live, tokens
-from models import LAYERS, VOCAB
+from models import LAYERS
 from safetensors.torch import load_file
 
 from selfspec_cli.early_exit.draft_log import DraftLog
@@ -83,7 +82,6 @@ def by_reference(path: Path, layer: int, k: int, threshold: float | None, prompt
     ("layer", "k", "threshold"), [(LAYERS // 2, K, None), (LAYERS // 2, K, 0.3), (2, 3, 0.2), (LAYERS - 1, 1, None)]
 )
 def test_every_round_is_the_references(drafting, want, report, layer, k, threshold):
-    """In a batch of eight."""
     drafting.call("early_exit_set_view", {"layer_skip": layer})
     drafting.call("early_exit_set_draft_length", k)
     drafting.call("early_exit_set_gate", *(("none", None) if threshold is None else ("maxp", threshold)))
@@ -106,10 +104,10 @@ def test_what_cannot_be_is_refused_and_what_was_before_it_stays(drafting, want):
     for k in (-1, K + 1, 2.5, True):
         with pytest.raises(SettingsError, match=f"allowed: 0 to {K}"):
             drafting.call("early_exit_set_draft_length", k)
-    drafting.set_gate("maxp", 1.0)  # closes after each step
+    drafting.call("early_exit_set_gate", "maxp", 1.0)  # closes after each step
     for kind, threshold in (("maxp", 1.5), ("varh", 4.0), ("varH", -1.0), ("none", 0.5), ("auto", None)):
         with pytest.raises(SettingsError):
-            drafting.set_gate(kind, threshold)
+            drafting.call("early_exit_set_gate", kind, threshold)
     before = drafting.call("early_exit_counters")
     made = want.check(drafting, FEW)
     assert made.drafted == made.rounds > 0
@@ -126,26 +124,3 @@ def test_everything_changes_in_the_middle_of_a_generation(drafting, want):
     drafting.call("early_exit_record", False)
     assert not differing(tokens(outputs), want.outputs[:12])
     (drafting.counts() - before).require_both_verdicts()
-
-
-@pytest.mark.parametrize("gate", ["none", "survival"])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
-def test_logits_that_are_no_numbers_close_the_gate_and_are_counted(drafting, want, monkeypatch, gate, value):
-    """Those of one request in every third step."""
-    drafter, steps = drafting.drafter, count(1)
-    right, before = drafter.head.logits, drafter.counters.nan_logits
-
-    def broken(hidden: torch.Tensor) -> torch.Tensor:
-        logits = right(hidden).clone()
-        if next(steps) % 3 == 0:
-            logits[0] = value
-        return logits
-
-    monkeypatch.setattr(drafter.head, "logits", broken)
-    drafting.call("early_exit_set_gate", gate, GATES[gate])
-    made = want.check(drafting, AT_ONCE)
-    made.require_both_verdicts()
-    assert drafter.counters.nan_logits - before == (next(steps) - 1) // 3 > 10
-    assert made.drafted < made.rounds * K
-    sampled = drafting.generate(want.prompts[:8], greedy(16, temperature=1.0))
-    assert all(0 <= token < VOCAB for output in tokens(sampled) for token in output)

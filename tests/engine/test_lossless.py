@@ -53,7 +53,7 @@ def gates_at(place: int, k: int, turn: int = 0) -> list[str]:
 
 def check_gate(engine: Live, expected: Expected, gate: str, only: Sequence[int] | None) -> Counts:
     """Outputs of one gate on a live engine, and what vLLM counted meanwhile."""
-    engine.set_gate(gate, GATES[gate])
+    engine.call("early_exit_set_gate", gate, GATES[gate])
     made = expected.check(engine, only)
     made.require_both_verdicts()
     return made

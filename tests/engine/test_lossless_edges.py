@@ -66,14 +66,13 @@ def drafting(plain, model_dir) -> Iterator[Live]:
 @pytest.mark.parametrize("gate", ["none", "maxp"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(plain, drafting, name, gate):
-    drafting.set_gate(gate, GATES[gate])
+    drafting.call("early_exit_set_gate", gate, GATES[gate])
     before = drafting.counts()
     assert SCENARIOS[name](drafting) == plain[name]
     (drafting.counts() - before).require_both_verdicts()
 
 
 def test_scenarios_are_what_they_say(plain):
-    """Each ends requests the way it is there for."""
     assert {why for _, why, _ in plain["stop_tokens"]} == {"stop", "length"}
     assert {why for _, why, _ in plain["end_of_text"]} == {"stop", "length"}
     assert all(EOS not in got[:-1] for got, _, _ in plain["end_of_text"])

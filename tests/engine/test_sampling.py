@@ -119,7 +119,7 @@ def test_drafting_keeps_the_distribution(model_dir, exact, report, method):
     with engine_of(model_dir(MODEL), layer_skip(EXIT, 5, draft_sample_method=method)) as engine:
         engine.call("early_exit_set_draft_length", 3)
         for gate, threshold in (("none", None), ("maxp", 0.5)):
-            engine.set_gate(gate, threshold)
+            engine.call("early_exit_set_gate", gate, threshold)
             before = engine.counts()
             check(f"{method} drafts, gate {gate}", sample(engine), exact, report)
             (engine.counts() - before).require_both_verdicts()

@@ -61,7 +61,6 @@ def check(path: Path, view: dict[str, Any], bytes_of_head: int | None = None, **
 
 
 def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model):
-    """On the target's own weights, on copies of them, and as long as a gate lets them on both ranks."""
     *open_ones, gated = check(model("mixtral"), {"draft_weights": "int8"})
     for counts in open_ones:
         assert counts.accepted > 0.2 * counts.drafted, counts

@@ -553,7 +553,7 @@ def run(case: Case) -> Case:
         counts = it.counts()
         case.fused, case.copied = fused_tokens(it), copied_bytes(it)
         case.free_accepted = it.call("early_exit_counters")["free_accepted"]
-        case.preempted = it.preempted()
+        case.preempted = it.metric("num_preemptions")
     case.seconds = round(time.perf_counter() - start, 1)
     asked = REQUESTS[case.requests]()[1]
     sure = [index for index in range(len(outputs)) if asked[index % len(asked)].temperature == 0]

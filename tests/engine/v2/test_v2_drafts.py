@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fixed_times import fix_times
-from harness import GATES, Counts, Live, change_everything, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import Counts, Live, change_everything, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
 from test_gates_live import by_reference, rounds_of
 
@@ -48,7 +48,7 @@ def drafting(plain, model_dir) -> Iterator[Live]:
 def as_started(request):
     if "drafting" in request.fixturenames:
         engine = request.getfixturevalue("drafting")
-        engine.set_gate("none", None)
+        engine.call("early_exit_set_gate", "none", None)
         engine.call("early_exit_set_draft_length", K)
 
 
@@ -62,22 +62,6 @@ def same(engine: Live, plain: list[list[int]], few: int = len(PROMPTS)) -> Count
 def planner(engine: Live) -> Any:
     """What plans the widths of its steps."""
     return planner_of(engine.llm.llm_engine.engine_core.engine_core.scheduler)
-
-
-def drafted(engine: Live) -> int:
-    """Tokens that the draft loop counted on the device. vLLM counts the places of a verify pass."""
-    return int(engine.call("early_exit_counters")["drafted"])
-
-
-def test_every_gate(drafting, plain):
-    made = {}
-    for gate, threshold in GATES.items():
-        drafting.call("early_exit_set_gate", gate, threshold)
-        before = drafted(drafting)
-        same(drafting, plain, few=3)
-        made[gate] = drafted(drafting) - before
-    without = made.pop("none")
-    assert all(0 < each < without for each in made.values()), made
 
 
 def before_the_end(rounds: list[Round], length: int) -> tuple[Round, ...]:
@@ -94,7 +78,7 @@ def before_the_end(rounds: list[Round], length: int) -> tuple[Round, ...]:
 @pytest.mark.parametrize("threshold", [None, 0.3])
 def test_every_round_is_the_references(drafting, plain, model_dir, threshold):
     """Outputs stay the same whatever is drafted, so a fault that only makes drafts worse is seen here."""
-    drafting.set_gate(*(("none", None) if threshold is None else ("maxp", threshold)))
+    drafting.call("early_exit_set_gate", *(("none", None) if threshold is None else ("maxp", threshold)))
     drafting.call("early_exit_record", True)
     same(drafting, plain, few=3)
     log = DraftLog.from_plain(drafting.call("early_exit_recorded"), K)
@@ -102,17 +86,6 @@ def test_every_round_is_the_references(drafting, plain, model_dir, threshold):
     made = by_reference(model_dir("llama"), LAYERS // 2, K, threshold, PROMPTS[:3], LENGTHS[:3])
     expected = {before_the_end(rounds, length) for (_, rounds), length in zip(made, LENGTHS, strict=False)}
     assert {tuple(rounds_of(log, number)) for number in range(3)} == expected
-
-
-def test_draft_lengths_of_the_engine_and_of_requests(drafting, plain):
-    made = {}
-    for k in (K, 2, 0):
-        drafting.call("early_exit_set_draft_length", k)
-        counted = drafted(drafting)
-        counts = drafting.gives(PROMPTS[:3], parameters(extra_args={"selfspec_k": 1})[:3], plain[:3])
-        made[k] = drafted(drafting) - counted
-        assert counts.accepted < max(made[k], 1)
-    assert made[K] > made[2] > made[0] == 0
 
 
 def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
@@ -145,7 +118,7 @@ def test_copies_of_all_layers_with_prompt_lookup_and_preemption(model_dir, plain
         fix_times(planner(engine).rule)
         same(engine, plain)
         counted = engine.call("early_exit_counters")
-        assert engine.preempted() > 0
+        assert engine.metric("num_preemptions") > 0
     assert counted["drafted"] > 0 < counted["free_accepted"] <= counted["free_drafted"]
 
 
@@ -220,7 +193,7 @@ def test_the_one_line_chooses_widths_and_gate_auto_is_left_and_taken_again(model
         assert float(worth.step_value) > 0
         found = {}
         for gate, threshold in (("none", None), ("maxp", 0.3), ("auto", None)):
-            engine.set_gate(gate, threshold)
+            engine.call("early_exit_set_gate", gate, threshold)
             steps.clear()
             before = rule.choices
             same(engine, plain, few=3)

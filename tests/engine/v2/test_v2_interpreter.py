@@ -8,7 +8,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 NAN, INF = math.nan, math.inf
 
@@ -63,15 +62,3 @@ def test_a_range_counts_in_numbers_that_kernels_can_cast():
     out = torch.zeros(8, dtype=torch.int32)
     _count[(1,)](out, 1, 8, 3)
     assert out.tolist() == [0, 1, 0, 0, 4, 0, 0, 7]
-
-
-@triton.jit
-def _log1p(out, values, BLOCK: tl.constexpr):
-    place = tl.arange(0, BLOCK)
-    tl.store(out + place, libdevice.log1p(tl.load(values + place)))
-
-
-def test_log1p():
-    values, out = torch.tensor([-0.75, -0.5, 0.0, 3.0]), torch.zeros(4)
-    _log1p[(1,)](out, values, BLOCK=4)
-    assert torch.allclose(out, values.log1p())

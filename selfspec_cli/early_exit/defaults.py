@@ -20,10 +20,10 @@ VIEW_KEYS = tuple(key for name in _OF_VIEW if name != SETTING for key in OPTIONS
 """Keys of a speculative_config that say what drafts, the context apart. Where one is named, nothing of it is chosen."""
 LENGTH_KEYS = (SPECULATIVE_LENGTH, "gate", *THRESHOLD_KEYS)
 """Keys that say how much is drafted. Where one is named, measured times choose no widths."""
-BYTES_PER_COPIED_WEIGHT = 1.1
-"""Of 4-bit copies on an engine for many requests, in the layouts of both kernels of vllm_plugin/fused_step/."""
-BYTES_BESIDE_QUANTISED = 1.6
-"""The same for a quantised target, whose own weights do not multiply in the copies' place: as they were made, too."""
+BYTES_PER_COPIED_WEIGHT = 0.55
+"""Of 4-bit copies with their scales, as vllm_plugin/fused_step/ lays them out or as they were made."""
+BYTES_BESIDE_QUANTISED = 1.1
+"""The same for a quantised target, whose own weights do not multiply in the copies' place: both."""
 SHARE_OF_CACHE = 0.3
 """Of the memory left beside the weights, what copies may take: the rest is for the KV cache or, where its size was set
 apart, for activations, graphs and other engines."""

@@ -58,6 +58,9 @@ TRIED_EVERY = 4
 """One choice in this number is drawn; the others take the best by the means."""
 SPREAD = 0.15
 """Relative standard deviation of a step's predicted time; a single observation deviates about as much."""
+PAUSE, RESUMED = 1.0, 0.2
+"""Seconds without a step after which steps take longer for a while, and seconds of steps that are held against nothing
+then. What was seen in these alone was thought slow for good (results/LOG.md)."""
 MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows changes."""
 HICCUP = 2.0
@@ -337,9 +340,10 @@ class LengthRule:
         self._buckets: dict[int, int] = {}  # of contexts, by batch size
         self._brought: list[list[tuple[Brought, int, float, int]]] = [[], []]  # before the last verdicts, and since
         self._unmatched = 0  # requests of steps with draft slots without a first draft, that were not counted yet
-        # Seconds that steps took. Trials are rare by these: after a pause, a trial in its first steps, which take the
-        # host longer, would say that what is tried is slow.
+        # Seconds that steps took, by which trials are rare: after a pause none is due.
         self._busy = 0.0
+        self._usual_from = 0.0  # by these seconds, when steps take their usual time again
+        self._ended, self._expected = clock(), 0.0  # when the last step did, and seconds that a step should take
         # When a width above 0 was last chosen, whose verdicts come later, plain steps were last tried, and a width that
         # was never seen and expected to lose was.
         self._drafted = self._compared = self._explored = 0.0
@@ -357,6 +361,7 @@ class LengthRule:
         tokens = context() if callable(context) else context
         self._buckets[load] = context_bucket(tokens)
         choice, steps = self._chosen(load, tokens, most)
+        self._expected = choice.seconds
         self._held[load, most] = choice, steps - 1, self.clock() + 2 * steps * choice.seconds
         return choice
 
@@ -378,8 +383,10 @@ class LengthRule:
         """
         load, bucket = self._place(requests)
         kind = load, bucket, width, prompt > 0
-        self._busy += seconds
-        if latest is not None and (latest > 0) != (width > 0):
+        if self.clock() - seconds - self._ended > PAUSE:
+            self._usual_from = self._busy + RESUMED
+        self._busy, self._ended = self._busy + seconds, self.clock()
+        if self._resuming() or (latest is not None and (latest > 0) != (width > 0)):
             return
         if not (width or prompt):
             self._plain[load] = self._busy
@@ -431,6 +438,10 @@ class LengthRule:
             brought.add(accepted / sum(survival[:width]), requests, self.clock())
         self._brought.append([])
 
+    def _resuming(self) -> bool:
+        """Whether steps take longer than usual, because there was a pause."""
+        return self._busy < self._usual_from or self.clock() - self._ended > PAUSE + 2 * self._expected
+
     def _place(self, requests: int) -> tuple[int, int]:
         """What a batch counts as: its size, and the bucket of its contexts."""
         load = batch_size(requests)
@@ -468,6 +479,8 @@ class LengthRule:
         self, load: int, outlooks: Mapping[int, Outlook], speeds: Mapping[int, float], best: int
     ) -> tuple[int, int]:
         """The best width, or a trial of another, and the steps that it holds for."""
+        if self._resuming():
+            return best, HELD
         losses = {width: there.seconds * (1 - speeds[width] / speeds[best]) for width, there in outlooks.items()}
         held = LEAST_HELD if best else HELD
         spare = UNSEEN_SHARE * (self._busy - self._explored) / held

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import INT4, integers
 from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, pointer
-from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, gate_and_up, records
+from selfspec_cli.vllm_plugin.fused_step.layout import Shape, gate_and_up, layer_of, records
 
 SHAPES = {
     "qwen2.5_1.5b": Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True),
@@ -134,11 +134,11 @@ def bound(kernel: Kernel, arguments: type, step: Step, weights: dict[str, Tensor
 
 def laid_out(model: Model) -> Tensor:
     """The copies of all layers as both kernels read them."""
-    stream = Stream(model.shape, torch.device(model.device))
-    for number, layer in enumerate(model.layers):
+    layers = []
+    for layer in model.layers:
         copies = {**layer["copies"], "gate_up": gate_and_up(layer["copies"]["gate_up"])}
-        stream.put(number, {name: records(copy) for name, copy in copies.items()})
-    return stream.records
+        layers.append(layer_of({name: records(copy) for name, copy in copies.items()}))
+    return torch.stack(layers)
 
 
 # ---- in PyTorch -----------------------------------------------------------------------------------------------------

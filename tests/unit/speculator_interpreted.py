@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu.attn_utils import AttentionCGSupportInfo
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from selfspec_cli.early_exit.errors import SettingsError
@@ -213,7 +214,8 @@ def attached(speculator, monkeypatch):
     """The attention group of the layers that draft and its block table, after vLLM has called `set_attn`."""
     group, blocks = Group(speculator.input_buffers), 128 // BLOCK
     table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
-    monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
+    support = AttentionCGSupportInfo()
+    monkeypatch.setattr(draft_loop, "init_attn_backend", lambda *arguments, **more: ([[group]], support, [BLOCK]))
     speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
     speculator.decode_cudagraph_manager = Graphs(speculator)
     return group, table

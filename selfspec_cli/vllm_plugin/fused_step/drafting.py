@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selfspec_cli.vllm_plugin import vllm_names as vllm
 from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, WideArguments, built, pointer
-from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, gate_and_up, planned, records
+from selfspec_cli.vllm_plugin.fused_step.layout import RECORD, Shape, gate_and_up, layer_of, planned, records
 from selfspec_cli.vllm_plugin.fused_step.models import (
     WARPS,
     Copied,
@@ -98,7 +98,9 @@ class FusedStep:
         attentions = [layer.self_attn for layer in layers]
         self.shape, self._device = shape_of(layers, page), device
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        self._stream = Stream(self.shape, device)
+        size = (self.shape.layers, self.shape.records, RECORD)
+        self.copies = torch.empty(size, dtype=torch.uint8, device=device)
+        """As `layer_of` lays out each layer."""
         self.most = MOST_WIDE if has_room(min(wide_layout.WIDTHS), self.shape, device) else MOST
         """Most tokens of a step."""
         self.fill()
@@ -154,11 +156,6 @@ class FusedStep:
             kernel(Arguments(**pointers, plan=pointer(self._plan)))
         return out
 
-    @property
-    def copies(self) -> Tensor:
-        """The copies, as bytes."""
-        return self._stream.records
-
     def read_by_a_step(self) -> list[Tensor]:
         """Weights that a step reads."""
         small = [self._tensors[name] for name in ("norms", "bias", "head_norms", "final_norm")]
@@ -182,7 +179,7 @@ class FusedStep:
     def _put(self, number: int) -> None:  # a function of its own, after which a layer's copies are let go
         copies = {name: copy_of(linear) for name, linear in linears_of(self._copied(number)).items()}
         copies["gate_up"] = gate_and_up(copies["gate_up"])
-        self._stream.put(number, {name: records(copy) for name, copy in copies.items()})
+        self.copies[number].copy_(layer_of({name: records(copy) for name, copy in copies.items()}))
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -201,8 +198,8 @@ class FusedStep:
         return True
 
     def compiled(self, tokens: int, page: int) -> Any:
-        """The kernel for a number of tokens and of a block of the KV cache; None where all would be slow, or cannot be
-        compiled. The one for more tokens has room for large layers, too."""
+        """The kernel for a step of `tokens` tokens; None where each would be slow or cannot be compiled. The wide one
+        also takes few tokens for which their own has no room. page: tokens of a block of the KV cache."""
         few = [tokens] if tokens <= MOST else []
         for most in [*few, *[width for width in wide_layout.WIDTHS if tokens <= width <= self.most][:1]]:
             if most not in self._kernels and not torch.cuda.is_current_stream_capturing():

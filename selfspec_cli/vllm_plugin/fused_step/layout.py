@@ -156,14 +156,9 @@ def gate_and_up(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-class Stream:
-    """The records of all layers. `put` layer after layer what `records` makes of the four weights."""
-
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        self.records = torch.zeros(shape.layers, shape.records, RECORD, dtype=torch.uint8, device=device)
-
-    def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
-        """weights: records of each of PHASES, [tiles, groups, 544]; of gate and up those of `gate_and_up`."""
-        strips = weights["gate_up"].unflatten(0, (-1, STRIP)).transpose(1, 2)
-        ordered = {**weights, "gate_up": strips.flatten(1, 2)}
-        torch.cat([ordered[name].flatten(0, 1) for name in PHASES], out=self.records[layer])
+def layer_of(weights: Mapping[str, Tensor]) -> Tensor:
+    """A layer as the kernels read it, uint8 [records of a layer, 544].
+    weights: records of each of PHASES, [tiles, groups, 544]; of gate and up those of `gate_and_up`."""
+    strips = weights["gate_up"].unflatten(0, (-1, STRIP)).transpose(1, 2)  # [strips, groups, tiles of a strip, 544]
+    ordered = {**weights, "gate_up": strips.flatten(1, 2)}
+    return torch.cat([ordered[name].flatten(0, 1) for name in PHASES])

@@ -59,8 +59,8 @@ TRIED_EVERY = 4
 SPREAD = 0.15
 """Relative standard deviation of a step's predicted time; a single observation deviates about as much."""
 PAUSE, RESUMED = 1.0, 0.2
-"""Seconds without a step after which steps take longer for a while, and seconds of steps that are held against nothing
-then. What was seen in these alone was thought slow for good (results/LOG.md)."""
+"""After PAUSE seconds without a step, steps take longer for a while. Nothing is learnt from the next RESUMED seconds of
+steps, or tried in them: a width that had been seen in such steps alone was not chosen again (results/LOG.md)."""
 MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows changes."""
 HICCUP = 2.0

@@ -61,6 +61,9 @@ SPREAD = 0.15
 PAUSE, RESUMED = 1.0, 0.2
 """After PAUSE seconds without a step, steps take longer for a while. Nothing is learnt from the next RESUMED seconds of
 steps, or tried in them: a width that had been seen in such steps alone was not chosen again (results/LOG.md)."""
+SHORT_BURSTS = 8
+"""Times in a row that fewer than RESUMED seconds of steps came between two pauses, after which the first steps are
+learnt from, because there are no others."""
 MOST_SEEN = 32.0
 """Observations of a time that count, so that it follows changes."""
 HICCUP = 2.0
@@ -343,6 +346,7 @@ class LengthRule:
         # Seconds that steps took, by which trials are rare: after a pause none is due.
         self._busy = 0.0
         self._usual_from = 0.0  # by these seconds, when steps take their usual time again
+        self._paused, self._short = 0.0, 0  # when the last pause was, and short bursts in a row before it
         self._ended, self._expected = clock(), 0.0  # when the last step did, and seconds that a step should take
         # When a width above 0 was last chosen, whose verdicts come later, plain steps were last tried, and a width that
         # was never seen and expected to lose was.
@@ -384,7 +388,9 @@ class LengthRule:
         load, bucket = self._place(requests)
         kind = load, bucket, width, prompt > 0
         if self.clock() - seconds - self._ended > PAUSE:
-            self._usual_from = self._busy + RESUMED
+            self._short = self._short + 1 if self._busy - self._paused < RESUMED else 0
+            self._paused = self._busy
+            self._usual_from = self._busy + (RESUMED if self._short < SHORT_BURSTS else 0.0)
         self._busy, self._ended = self._busy + seconds, self.clock()
         if self._resuming() or (latest is not None and (latest > 0) != (width > 0)):
             return

@@ -378,6 +378,18 @@ def test_what_was_seen_right_after_a_pause_alone_is_not_thought_slow(requests):
     assert min(shares) > 0.95
 
 
+@pytest.mark.parametrize("requests", [1, 32])
+def test_bursts_that_are_all_short_are_learnt_from(requests):
+    """As of a server that answers one short question at a time. Draft steps were measured as taking twice as long."""
+    known = replace(device_times(), draft={n: 2 * seconds for n, seconds in device_times().draft.items()})
+    engine = Simulated(requests, 0.95, known=known, seed=1)
+    for burst in range(40):
+        engine.now += 3.0
+        share = engine.run(0.1)
+        assert burst < 20 or share > 0.9
+    assert engine.rule.trials
+
+
 def test_plain_steps_are_seen_before_drafts_are_at_each_batch_size():
     """Drafts take the host longer, and a plain step that is predicted from them would never be tried."""
     rule = LengthRule(device_times(), clock=lambda: 1.0)

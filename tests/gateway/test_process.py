@@ -37,7 +37,7 @@ STREAM = PROMPT | {"stream": True}
 
 @pytest.mark.slow
 async def test_a_gateway_with_few_files_refuses_new_connections_and_goes_on_with_the_others(tmp_path):
-    """It raises its own limit as far as it may, and leaves files for backends. Its end waits for that of its stream."""
+    """It raises its limit of open files as far as allowed and leaves some for backends. It ends after its stream."""
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 320))"
     async with process(tmp_path, [Fake("a", step=0.03)], few) as on, aiohttp.ClientSession() as session:
         await on.until_up(session)

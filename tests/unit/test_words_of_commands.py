@@ -26,7 +26,7 @@ CHECKS = paths.experiments_dir() / "checks"
 
 @pytest.fixture(autouse=True)
 def model(tmp_path, monkeypatch):
-    """A folder that looks like a model; the test runs beside it."""
+    """Make a folder that looks like a model, and run the test in the folder that holds it."""
     monkeypatch.chdir(tmp_path)
     return f"model={model_folder(tmp_path / 'model', num_hidden_layers=8, max_position_embeddings=1024)}"
 

@@ -172,7 +172,7 @@ class FusedStep:
                 mine.copy_(tensor)
 
     def fill(self) -> None:
-        """Lay out the copies of now. No more than one layer's are held at a time beside them."""
+        """Lay out copies of the current weights, layer by layer, so that only one layer is held twice at a time."""
         for number in range(self.shape.layers):
             self._put(number)
 

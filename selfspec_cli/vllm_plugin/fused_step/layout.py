@@ -2,9 +2,10 @@
 (exchange.cu says how it works). Needs torch alone.
 
 Copies of 4 bits (`early_exit.draft_weights.integers`) are laid out anew, as records: a tile of 16 rows times one group
-of 64 columns. A layer has those of qkv, the output product, gate and up, and down, one after the other; of each, tile
-after tile, the records of a tile's columns. Only gate and up have strips of four tiles, with the four records of a
-group side by side. So what a warp or a block needs at a time are a few runs of neighbouring records."""
+of 64 columns. A layer is stored as the records of qkv, then those of the output product, gate and up, and down. The
+records of a product are stored tile by tile, and in a tile group by group. Gate and up differ: four tiles are a strip,
+which is stored group by group, with the four records of a group side by side. So a warp or a block needs a few runs of
+neighbouring records at a time."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -133,9 +134,9 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 def records(copy: Mapping[str, Tensor]) -> Tensor:
     """A copy of 4 bits of a weight [out, in] as records, uint8 [out / 16, in / 64, 544].
-    Lane 4 * row + t of a warp reads four words: of rows `row` and `row + 8`, of columns 8t to 8t + 3, then the same of
-    columns 8t + 4 to 8t + 7. The low half of a byte is the weight of a column of the group's first 32, plus 8; the high
-    half is that of the column 32 further on."""
+    Lane 4 * row + t of a warp reads four words: columns 8t to 8t + 3 of rows `row` and `row + 8`, then columns 8t + 4
+    to 8t + 7 of the same rows. The low half of a byte is the weight of one of the group's first 32 columns, plus 8. The
+    high half is the weight 32 columns further on."""
     scales = copy["scales"]
     q = integers(copy, 4) & 15  # [out, groups, 64]
     tiles, groups = len(q) // ROWS, q.shape[1]
@@ -158,7 +159,7 @@ def gate_and_up(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def layer_of(weights: Mapping[str, Tensor]) -> Tensor:
     """A layer as the kernels read it, uint8 [records of a layer, 544].
-    weights: records of each of PHASES, [tiles, groups, 544]; of gate and up those of `gate_and_up`."""
+    weights: by phase, its records [tiles, groups, 544]; gate and up with their rows in the order of `gate_and_up`."""
     strips = weights["gate_up"].unflatten(0, (-1, STRIP)).transpose(1, 2)  # [strips, groups, tiles of a strip, 544]
     ordered = {**weights, "gate_up": strips.flatten(1, 2)}
     return torch.cat([ordered[name].flatten(0, 1) for name in PHASES])

@@ -161,7 +161,7 @@ class DraftLoop(TargetDependentARSpeculator):
         drafting = [group for groups in self.attn_groups for group in groups]
         measures = self.settings.chooses_width
         self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config, measures)
-        # vLLM's attention in chunks says what the one below it says, but splits requests anew each step, on the host.
+        # vLLM's attention in chunks inherits its backend's answer, although it splits requests on the host each step.
         on_device = self.attn_cg_support.min_cg_support != AttentionCGSupport.NEVER
         updates = all(group.supports_draft_decode_metadata_update for group in drafting)
         self.supports_decode_metadata_update = on_device and updates

@@ -1,7 +1,7 @@
-"""How the kernel for many tokens shares out its work and lays out weights (memory.cu explains it). Needs torch alone.
+"""How the kernel for many tokens shares out its work (memory.cu explains it). Needs torch alone.
 
-Weights are the records of ../layout.py, tiles of 16 rows times groups of 64 columns. A block copies those of its rows
-and columns of each of the four products, a slab of groups at a time."""
+It reads weights as ../layout.py stores them. For each of the four products a block copies the records of its own rows
+and columns, a slab of column groups at a time."""
 
 import math
 from dataclasses import dataclass, replace

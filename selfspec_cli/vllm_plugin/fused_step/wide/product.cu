@@ -1,8 +1,9 @@
 // ---- where activations lie ---------------------------------------------------------------------------------------
 // A word of a record has four columns of a row, and the four that are 32 further on. Masked and shifted by 0, 8, 4 and 12
 // bits it gives columns (0, 2), (1, 3), (32, 34) and (33, 35) as pairs, so a token's columns lie in this order: 16 bytes
-// side by side. Lane (token % 8, pair) multiplies those of columns 8 * pair to 8 * pair + 3 of each half of a group, and
-// then those of the next four. Byte of columns `column` to `column` + 3 of a token, four bf16 in the order 0, 2, 1, 3:
+// side by side. Lane (token % 8, pair) first multiplies columns 8 * pair to 8 * pair + 3 of both halves of a group, then
+// the next four of both. This is the byte where columns `column` to `column` + 3 of a token begin, as four bf16 in the
+// order 0, 2, 1, 3:
 __device__ __forceinline__ u32 place_in_fragments(int column, int token) {
     const int group = column / 64, half = column / 32 % 2, pair = column / 8 % 4, four = column / 4 % 2;
     const int tile = (group * (TOKENS / 8) + token / 8) * 2 + four;

@@ -47,7 +47,10 @@ def load(
     config: Config = None,
     limit: Annotated[
         list[str] | None,
-        typer.Option("--slo", help="Find the greatest load that keeps a limit in ms: ttft_p99=200; repeatable."),
+        typer.Option(
+            "--slo",
+            help="Find the greatest load that keeps a limit in ms: ttft_p99=200; repeatable. Two SLOs: 200,500.",
+        ),
     ] = None,
 ) -> None:
     """Load-test servers: closed loop, Poisson or bursty arrivals, a soak; the baseline and each arm, one after the

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +310,7 @@ VALUES: dict[str, Callable[[RequestTimes], float | None]] = {
 NAMES = tuple(f"{name}_p{percent}" for name in VALUES for percent in (50, 90, 95, 99))
 NEAR = 0.05  # of a load, how far above it the least load that breaks a limit may lie
 HALVINGS = 10  # of the first load, before it is said that no load keeps the limits
-MOST = 4096.0  # times the first load
+MOST = 512.0  # times the first load
 
 
 @dataclass(frozen=True)
@@ -338,24 +339,41 @@ def parse(words: Sequence[str]) -> list[Limit]:
     return limits
 
 
+def each_slo(words: Sequence[str]) -> list[list[str]]:
+    """The limits of each SLO: ttft_p99=200,500 and tpot_p99=15,30 are two. A limit of one value is in all of them;
+    raises ConfigError where limits have unlike numbers of values."""
+    named = {word: word.partition("=") for word in words}
+    values = {word: text.split(",") for word, (_, _, text) in named.items()}
+    number = max(map(len, values.values()))
+    for word, given in values.items():
+        if len(given) not in (1, number):
+            raise ConfigError(f"--slo {word}: {len(given)} values; another limit has {number}; allowed: 1 or {number}")
+    return [
+        [f"{key}{sign}{(values[word] * number)[place]}" for word, (key, sign, _) in named.items()]
+        for place in range(number)
+    ]
+
+
 def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConfig]:
-    """Two searches for each config, of a number of clients and of a rate; goodput counts by the same limits. words: the
-    limits; without any, the configs themselves. Raises ConfigError: a limit cannot be read, or a config has a load."""
+    """Two searches for each config and SLO, of a number of clients and of a rate; goodput counts by the same limits.
+    words: the limits; without any, the configs themselves. Raises ConfigError: a limit cannot be read, or a load is
+    given."""
     if not words:
         return list(cfgs)
-    limits, found = parse(words), []
-    for cfg in cfgs:
+    found = []
+    for cfg, named in product(cfgs, each_slo(words)):
+        limits = parse(named)
         if cfg.load.kind:
             raise ConfigError(
                 f"--slo with load.{'clients' if cfg.load.clients is not None else 'rate'}: it finds the load itself; "
                 "leave one of them out"
             )
-        load = replace(cfg.load, slo=" ".join(words))
+        load = replace(cfg.load, slo=" ".join(named))
         for name in ("ttft", "tpot"):  # by which goodput counts
             least = min((limit.ms for limit in limits if limit.name == name), default=None)
             if getattr(load, f"{name}_limit") is None:
                 setattr(load, f"{name}_limit", least)
-        found += [replace(cfg, load=replace(load, clients=1)), replace(cfg, load=replace(load, rate=1.0))]
+        found += [replace(cfg, load=replace(load, clients=FEW)), replace(cfg, load=replace(load, rate=1.0))]
     return found
 
 
@@ -382,7 +400,8 @@ def judge(limits: Sequence[Limit], requests: Sequence[RequestTimes], failed: int
         kept &= within / asked >= wanted
         surely &= interval.low >= wanted
         broken |= interval.high < wanted
-    return Verdict(kept, surely if kept else broken)
+    # Truth values of NumPy's, which some releases of SciPy lead to, cannot be written to a point.
+    return Verdict(bool(kept), bool(surely if kept else broken))
 
 
 def greatest(keeps: Callable[[float], bool], start: float, *, whole: bool) -> tuple[float | None, float | None]:
@@ -409,40 +428,52 @@ def greatest(keeps: Callable[[float], bool], start: float, *, whole: bool) -> tu
 @dataclass
 class Search:
     """Finds the greatest load on a server where a config names limits; takes a `Loader`'s place as a sweep's bench.
-    served: requests a second of each server at its greatest number of clients, where the search of its rate begins."""
+    measured: of the server in use, by what was asked of it, so that another SLO's search asks only for other loads.
+    served: requests a second at its first greatest number of clients, where searches of its rate begin."""
 
     loader: Loader
-    served: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Measurement] = field(default_factory=dict)
+    served: float | None = None
+    _server: Server | None = None
 
     def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
         """Search the number of clients or the rate, from the config's value on; the measurement at the greatest load
         that keeps the limits (the least tried, where none does). Without limits a config is measured as it is."""
         if cfg.load.slo is None:
             return self.loader(cfg, server, progress)
+        if server is not self._server:
+            self.measured, self.served, self._server = {}, None, server
         limits, whole = parse(cfg.load.slo.split()), cfg.load.clients is not None
-        name, start = ("clients", 1.0) if whole else ("rate", self.served.get(server.url, cfg.load.rate or 1.0))
-        measured: dict[float, Measurement] = {}
+        name, start = ("clients", float(FEW)) if whole else ("rate", self.served or cfg.load.rate or 1.0)
+        found: dict[float, Measurement] = {}
         verdicts: dict[float, Verdict] = {}
 
         def decided(runs: Sequence[Run]) -> bool:
             requests = [one for run in runs for one in run.times()]
             return judge(limits, requests, sum(len(run.failed) for run in runs)).sure
 
+        def verdict(one: Measurement) -> Verdict:
+            requests = [times for repeat in one.repeats for times in repeat.requests]
+            return judge(limits, requests, one.engine.get("failed_requests", 0))
+
         def keeps(load: float) -> bool:
             value: Any = int(load) if whole else load
             asked = replace(cfg, load=replace(cfg.load, **{name: value}))
-            found = measured[load] = self.loader(asked, server, progress, decided)
-            if found.engine.get("interrupted"):
+            without = replace(asked, load=replace(asked.load, slo=None, ttft_limit=None, tpot_limit=None))
+            key = digest(to_plain(without))
+            known = self.measured.get(key)
+            if known is None or not (verdict(known).sure or len(known.repeats) == cfg.load.repeats):
+                known = self.measured[key] = self.loader(asked, server, progress, decided)
+            if known.engine.get("interrupted"):
                 raise KeyboardInterrupt
-            requests = [one for repeat in found.repeats for one in repeat.requests]
-            verdicts[load] = judge(limits, requests, found.engine.get("failed_requests", 0))
+            found[load], verdicts[load] = known, verdict(known)
             return verdicts[load].kept
 
         low, high = greatest(keeps, start, whole=whole)
-        chosen = min(measured) if low is None else low
-        found = measured[chosen]
-        if whole and low is not None:
-            self.served[server.url] = median([len(one.requests) / one.seconds for one in found.repeats])
+        chosen = min(found) if low is None else low
+        best = found[chosen]
+        if whole and low is not None and self.served is None:
+            self.served = median([len(one.requests) / one.seconds for one in best.repeats])
         facts = {
             "limits": list(map(str, limits)),
             "kept": low is not None,
@@ -450,4 +481,4 @@ class Search:
             "sure": all(verdicts[load].sure for load in (low, high) if load is not None),
             "tried": [[load, verdict.kept, verdict.sure] for load, verdict in verdicts.items()],
         }
-        return replace(found, engine=found.engine | {name: int(chosen) if whole else chosen, SEARCHED: facts})
+        return replace(best, engine=best.engine | {name: int(chosen) if whole else chosen, SEARCHED: facts})

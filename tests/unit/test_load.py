@@ -2,13 +2,15 @@
 latency: a verdict, the bisection, and a search on simulated servers."""
 
 import itertools
+import json
 import random
 import statistics
 from collections import Counter
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from itertools import islice, pairwise
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from commands import call, jsonl, refused
 from points import point
@@ -297,10 +299,10 @@ class Simulated:
         )
 
 
-def search(limits, repeats=20, **more):
+def search(limits, repeats=20, seconds=100.0):
     """What `Search` finds of the simulated servers: (point of the clients, point of the rate, the simulation)."""
     simulated, server = Simulated(), SimpleNamespace(url="http://one")
-    cfg = RunConfig(method="baseline", load=LoadConfig(repeats=repeats, seconds=100.0, **more))
+    cfg = RunConfig(method="baseline", load=LoadConfig(repeats=repeats, seconds=seconds))
     found = Search(simulated)
     points = []
     for one in as_searches([cfg], limits):
@@ -324,10 +326,17 @@ def test_a_load_is_judged_by_the_share_of_requests_and_how_sure_it_is():
     assert judge(parse(["tpot_p99=1"]), [RequestTimes(0.0, (0.1,), 1)], 0) == Verdict(True, True)  # no TPOT to break
 
 
+def test_a_verdict_can_be_written_where_scipy_returns_values_of_numpys(monkeypatch):
+    interval = SimpleNamespace(low=numpy.float64(0.95), high=numpy.float64(1.0))
+    monkeypatch.setattr("scipy.stats.binomtest", lambda *_: SimpleNamespace(proportion_ci=lambda _: interval))
+    verdict = judge(parse(["ttft_p90=200"]), [answered(0.0, 0.1)], 0)
+    assert verdict.sure and json.loads(json.dumps(asdict(verdict))) == {"kept": True, "sure": True}
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 100, 1000])
 def test_a_bisection_ends_between_two_neighbours_or_five_per_cent(limit):
     asked = []
-    low, high = greatest(lambda load: asked.append(load) or load <= limit, 1.0, whole=True)
+    low, high = greatest(lambda load: asked.append(load) or load <= limit, 8.0, whole=True)
     assert low <= limit < high and (high - low == 1 or high <= 1.05 * low)
     assert len(asked) == len(set(asked)) <= 25 and all(load == int(load) for load in asked)
     low, high = greatest(lambda load: load <= limit / 300, 1.0, whole=False)  # a rate begins anywhere
@@ -338,7 +347,7 @@ def test_where_no_load_or_every_load_keeps_the_limits_it_is_said():
     assert greatest(lambda load: False, 1.0, whole=True) == (None, 1.0)
     low, high = greatest(lambda load: False, 1.0, whole=False)
     assert low is None and 0 < high < 0.01
-    low, high = greatest(lambda load: True, 1.0, whole=True)
+    low, high = greatest(lambda load: True, 8.0, whole=True)
     assert low > 1000 and high is None
 
 
@@ -363,7 +372,7 @@ def test_the_greatest_load_of_simulated_servers_is_found():
 
 
 def test_a_search_of_few_requests_says_that_it_is_not_sure_and_one_without_a_load_says_so():
-    clients, rate, _ = search(["ttft_p99=300"], repeats=1)
+    clients, rate, _ = search(["ttft_p99=300", "tpot_p95=10"], repeats=1, seconds=20.0)
     assert not rate.engine["slo"]["sure"] and "too few requests to be sure" in searched(rate, tables.row(rate))
     clients, rate, simulated = search(["ttft_p50=5"])
     row = tables.row(clients)
@@ -379,8 +388,42 @@ def test_goodput_counts_by_the_strictest_limit_of_each_value_unless_another_is_g
         assert (one.load.ttft_limit, one.load.tpot_limit) == (200.0, 90.0)
 
 
+def test_two_slos_are_two_searches_and_no_load_is_asked_twice_of_a_server_without_need():
+    strict = search(["ttft_p95=300", "tpot_p95=6"])
+    loose = search(["ttft_p95=300", "tpot_p95=10"])
+    *points, simulated = search(["ttft_p95=300", "tpot_p95=6,10"])
+    assert [one.engine["slo"]["limits"][1] for one in points] == [f"TPOT p95 ≤ {ms} ms" for ms in (6, 6, 10, 10)]
+    found = [tables.row(one).clients for one in points[::2]]
+    assert found == [tables.row(one[0]).clients for one in (strict, loose)] and found[0] < found[1]
+    assert len(simulated.loads) < len(strict[-1].loads) + len(loose[-1].loads) - 8
+    again = [load for load in set(simulated.loads) if simulated.loads.count(load) > 1]
+    assert all(simulated.runs[simulated.loads.index(load)] < 20 for load in again)  # it had not been asked to the end
+
+
+def test_another_server_or_another_workload_is_asked_for_itself():
+    simulated, limits = Simulated(), ["ttft_p95=300"]
+    found = Search(simulated)
+    cfg = RunConfig(method="baseline", load=LoadConfig(repeats=1, seconds=100.0))
+    longer = replace(cfg, workload=replace(cfg.workload, output_len=cfg.workload.output_len + 1))
+    one, other = SimpleNamespace(url="http://one"), SimpleNamespace(url="http://one")
+    asked = []
+    for server, of in ((one, cfg), (one, longer), (other, cfg), (other, cfg)):
+        found(as_searches([of], limits)[0], server, lambda *words: None)
+        asked.append(len(simulated.loads))
+    assert asked[2] == 3 * asked[0] and asked[3] == asked[2]
+
+
+def test_limits_of_unlike_numbers_of_values_are_refused():
+    with pytest.raises(ConfigError, match="--slo ttft_p99=1,2: 2 values; another limit has 3"):
+        as_searches([RunConfig()], ["ttft_p99=1,2", "tpot_p99=1,2,3"])
+    with pytest.raises(ConfigError, match="--slo ttft_p99=: the limit is a number"):
+        as_searches([RunConfig()], ["ttft_p99=1,", "tpot_p99=1,2"])
+
+
 def test_a_search_is_no_point_of_one_client():
     (plain,) = compose_runs(None, ["method=baseline", "load.clients=1", "load.ttft_limit=200"])
     clients, _ = as_searches([replace(plain, load=LoadConfig())], ["ttft_p99=200"])
-    assert replace(clients.load, slo=None) == plain.load and Keys().settings(clients) != Keys().settings(plain)
+    assert replace(clients.load, slo=None, clients=1) == plain.load and Keys().settings(clients) != Keys().settings(
+        plain
+    )
     assert as_searches([plain], []) == [plain]

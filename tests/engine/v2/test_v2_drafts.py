@@ -13,6 +13,7 @@ from test_gates_live import by_reference, rounds_of
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.reference import Round
+from selfspec_cli.vllm_plugin import spec_config
 from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2.scheduling import planner_of
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
@@ -214,5 +215,17 @@ def test_a_request_whose_gate_closed_has_no_blocks_before_its_first_with_attenti
     short, spec = {**SMALL, "max_model_len": 256}, layer_skip(6, 3, gate="maxp", tau=0.3)
     with live(folder, **short) as engine:
         plain = tokens(engine.generate(PROMPTS[:3], parameters()[:3]))
-    with live(folder, spec, **short) as engine:
+        assert 1024 in chunks_of(engine)
+    with live(folder, spec, **short) as engine:  # no context is longer than a chunk: the same without them
+        assert chunks_of(engine) == {None}
         same(engine, plain, few=3)
+    monkeypatch.setattr(spec_config, "_single_chunk", lambda _: None)  # as where the longest context is found later
+    with live(folder, spec, **short) as engine:
+        assert 1024 in chunks_of(engine)
+        same(engine, plain, few=3)
+
+
+def chunks_of(engine):
+    """Tokens of the chunks in which layers attend; None: to all of the context."""
+    layers = engine.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return {getattr(layer, "attention_chunk_size", None) for layer in layers}

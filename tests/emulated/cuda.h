@@ -3,7 +3,8 @@
 // A fiber runs until it needs others: at a shuffle, a product on tensor cores, a barrier, or when it asks memory again for
 // what another block writes. A scheduler then runs another one. It takes blocks and warps at random, lets one block run
 // far ahead of others, and completes asynchronous copies at random times, in any order, so that a missing wait reads what
-// is not there yet. It does not find a missing fence, because fibers see each other's stores in order.
+// is not there yet. It does not find a missing fence, because fibers see each other's stores in order; with RACES, races.cc
+// finds what only the order of lanes keeps from being wrong.
 //
 // `launch` runs a kernel to its end. What is emulated fails as it would on a GPU or louder: a deadlock, a copy of a size or to an
 // address that the hardware refuses, and a barrier that gets more than it expects end the process with a message.
@@ -44,6 +45,35 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 template <class A, class B> auto min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> auto max(A a, B b) { return a < b ? b : a; }
 using std::fabs;
+
+// Where races in shared memory are looked for (races.cc): who runs, what orders memory, and what copies write.
+extern "C" {
+#ifdef RACES
+void race_begin(unsigned blocks, unsigned threads, unsigned bytes);
+void race_shared(unsigned block, char* shared);
+void race_run(int block, unsigned thread);
+void race_come(const void* meeting, unsigned count);
+void race_leave(const void* meeting);
+void race_arrive(unsigned barrier, uint64_t phase);
+void race_wait(unsigned barrier, uint64_t phase);
+void race_init(unsigned barrier);
+void race_copy(unsigned to, unsigned bytes, unsigned barrier, uint64_t phase);
+void race_release(const void* place);
+void race_acquire(const void* place);
+#else
+inline void race_begin(unsigned, unsigned, unsigned) {}
+inline void race_shared(unsigned, char*) {}
+inline void race_run(int, unsigned) {}
+inline void race_come(const void*, unsigned) {}
+inline void race_leave(const void*) {}
+inline void race_arrive(unsigned, uint64_t) {}
+inline void race_wait(unsigned, uint64_t) {}
+inline void race_init(unsigned) {}
+inline void race_copy(unsigned, unsigned, unsigned, uint64_t) {}
+inline void race_release(const void*) {}
+inline void race_acquire(const void*) {}
+#endif
+}
 
 namespace emulated {
 typedef uint32_t u32;
@@ -146,7 +176,8 @@ inline void entry() {
 inline void resume(Fiber& fiber) {
     if (fiber.ended) return;
     grid().running = &fiber;
-    if (_setjmp(grid().scheduler)) return;
+    race_run(fiber.block->number, fiber.thread);
+    if (_setjmp(grid().scheduler)) return race_run(-1, 0);
     if (fiber.begun) _longjmp(fiber.at, 1);
     fiber.begun = true;
     setcontext(&fiber.context);
@@ -188,6 +219,8 @@ inline void launch(std::function<void()> kernel, int blocks, int threads, u32 sh
             makecontext(&fiber.context, entry, 0);
         }
     }
+    race_begin(blocks, threads, shared_bytes);
+    for (Block& block : g.blocks) race_shared(block.number, block.shared.data());
     const int warps = threads / 32;
     u64 seen = 0, idle = 0, turn = 0;
     while (true) {
@@ -258,8 +291,23 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     for (int n = 0; n < 4; n++) found |= unsigned(both >> (which >> n * 4 & 7) * 8 & 255) << n * 8;
     return found;
 }
-inline void __syncwarp() { emulated::warp_meets(FULL_MASK, [] {}); }
-inline void __syncthreads() { emulated::meet(emulated::me().block->meetings[0], emulated::grid().threads, [] {}); }
+// A meeting that orders memory. key: of those who meet.
+template <class Meeting>
+void meet_in_order(const void* key, unsigned count, Meeting meeting) {
+    race_come(key, count);
+    meeting();
+    race_leave(key);
+}
+inline void __syncwarp() { meet_in_order(emulated::me().warp, 32, [] { emulated::warp_meets(FULL_MASK, [] {}); }); }
+template <int NUMBER, int THREADS_MEETING>
+void synchronize() {
+    emulated::Meeting& one = emulated::me().block->meetings[NUMBER];
+    meet_in_order(&one, THREADS_MEETING, [&] { emulated::meet(one, THREADS_MEETING, [] {}); });
+}
+inline void __syncthreads() {
+    emulated::Meeting& one = emulated::me().block->meetings[0];
+    meet_in_order(&one, emulated::grid().threads, [&] { emulated::meet(one, emulated::grid().threads, [] {}); });
+}
 
 template <class T>
 T shuffle(unsigned mask, T value, unsigned from) {
@@ -351,9 +399,16 @@ inline void store_relaxed(unsigned long long* place, unsigned long long value) {
     *(volatile unsigned long long*)place = value;
     emulated::grid().progress++;
 }
-inline unsigned long long load_acquire(const unsigned long long* place) { return load_relaxed(place); }
-inline void add_release(unsigned long long* place, unsigned long long value) { store_relaxed(place, *place + value); }
+inline unsigned long long load_acquire(const unsigned long long* place) {
+    race_acquire(place);
+    return load_relaxed(place);
+}
+inline void add_release(unsigned long long* place, unsigned long long value) {
+    race_release(place);
+    store_relaxed(place, *place + value);
+}
 inline unsigned count_acquire_release(unsigned* place, unsigned last) {
+    race_release(place), race_acquire(place);
     const unsigned before = *place;
     *place = before >= last ? 0 : before + 1;
     emulated::grid().progress++;
@@ -369,6 +424,7 @@ inline void copy_async(unsigned to, const void* from, unsigned bytes, unsigned b
     if (bytes == 0 || bytes % 16 || to % 16 || uintptr_t(from) % 16) emulated::fail("a copy that is not of 16 bytes each");
     if (to + bytes > block.shared.size()) emulated::fail("a copy beyond shared memory");
     emulated::grid().copies.push_back({&block, block.shared.data() + to, from, bytes, barrier});
+    race_copy(to, bytes, barrier, block.barriers[barrier].phase);
 }
 inline void copy_async(unsigned to, const void* from, unsigned bytes, unsigned barrier, unsigned long long) {
     copy_async(to, from, bytes, barrier);
@@ -382,12 +438,14 @@ inline emulated::Barrier& barrier_at(unsigned barrier) {
 }
 inline void barrier_init(unsigned barrier, unsigned arrivals) {
     if (barrier % 8) emulated::fail("a barrier that is not at 8 bytes");
+    race_init(barrier);
     emulated::me().block->barriers[barrier] = {arrivals, arrivals, 0, 0};
 }
 inline void barrier_arrive_and_expect(unsigned barrier, unsigned bytes) {
     emulated::Barrier& one = barrier_at(barrier);
     if (one.pending == 0) emulated::fail("more arrivals than a barrier expects");
     if (bytes >= 1 << 20) emulated::fail("more bytes than a barrier can expect");
+    race_arrive(barrier, one.phase);
     one.pending--, one.bytes += bytes;
     one.complete();
     emulated::grid().progress++;
@@ -396,10 +454,7 @@ inline void barrier_arrive(unsigned barrier) { barrier_arrive_and_expect(barrier
 inline void barrier_wait(unsigned barrier, unsigned parity) {
     emulated::Barrier& one = barrier_at(barrier);
     emulated::wait_until([&] { return (one.phase & 1) != parity; });
-}
-template <int NUMBER, int THREADS_MEETING>
-void synchronize() {
-    emulated::meet(emulated::me().block->meetings[NUMBER], THREADS_MEETING, [] {});
+    race_wait(barrier, one.phase - 1);
 }
 template <int COUNT> void fewer_registers() {}
 template <int COUNT> void more_registers() {}

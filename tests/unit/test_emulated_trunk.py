@@ -54,9 +54,9 @@ class Case:
     written: list[Tensor]
     before: list[Tensor]
 
-    def run(self, seed: int, changes: Sequence[tuple[str, str]] = ()) -> int:
+    def run(self, seed: int, changes: Sequence[tuple[str, str]] = (), races: bool = False) -> int:
         """One launch in a process of its own; its exit code."""
-        library = emulated.compiled(self.build, tuple(changes))
+        library = emulated.compiled(self.build, tuple(changes), races)
         self.step.out.fill_(float("nan"))
         child = os.fork()
         if child == 0:
@@ -188,6 +188,55 @@ FAULTS = {
 def test_a_fault_is_found(fault):
     one = many(QWEN, 6, 16, [*LENGTHS, *LENGTHS])
     assert any(one.run(seed, [FAULTS[fault]]) != 0 or not one.error() < CLOSE["many"] for seed in range(1, 4))
+
+
+# Groups beyond a warp's share are read, because that is quicker than to ask, and left out. Here they are not read.
+ONLY_WHAT_IS_THERE = (
+    """chunk + n * RECORD), tokens[n] = *(const uint4*)(bytes + n * GROUP_BYTES);
+        factor[n] = factors_at(factors + n * GROUP_FACTORS);""",
+    """chunk + (n < left) * n * RECORD), tokens[n] = *(const uint4*)(bytes + (n < left) * n * GROUP_BYTES);
+        factor[n] = factors_at(factors + (n < left) * n * GROUP_FACTORS);""",
+)
+STEPS = {
+    "few tokens of a split context": lambda: few(QWEN, 16, [700]),
+    "few tokens, a ring that is filled again": lambda: few(BOTH, 6, [100, 0, 8]),
+    "few tokens, norms of heads": lambda: few(QWEN3, 20, [600, 1, 0, 50, 200]),
+    "few tokens, all": lambda: few(EIGHT_OF_ONE, 24, LENGTHS),
+    "many tokens": lambda: many(QWEN, 4, 16, [*LENGTHS, 3], 12),
+    "many tokens of a split context": lambda: many(EIGHT_OF_ONE, 8, 16, [300, 1, 7, 8, 600, 0, 17, 50, 9], 12),
+    "most tokens": lambda: many(BOTH, 6, 64, LENGTHS * 2, 12),
+}
+RACES = {
+    "a chunk is asked for while lanes read the one before": (
+        "few tokens, a ring that is filled again",
+        "void used(u32 id) {\n        __syncwarp();",
+        "void used(u32 id) {",
+    ),
+    "tokens are read before all lanes have written them": (
+        "few tokens of a split context",
+        "    if (NORM) add_over_lanes(lane, square, squares);\n    __syncwarp();",
+        "    if (NORM) add_over_lanes(lane, square, squares);",
+    ),
+    "a slot is filled while lanes of a warp still read it": (
+        "many tokens",
+        "        __syncwarp();\n        if (id < ARRIVING)",
+        "        if (id < ARRIVING)",
+    ),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_threads_race_for_shared_memory(step):
+    one = STEPS[step]()
+    assert all(one.run(seed, [ONLY_WHAT_IS_THERE] * (one.kind == "few"), races=True) == 0 for seed in (1, 2))
+    one.check()
+
+
+@pytest.mark.parametrize("race", RACES)
+def test_a_race_is_found(race):
+    step, *change = RACES[race]
+    one = STEPS[step]()
+    assert one.run(1, [*[ONLY_WHAT_IS_THERE] * (one.kind == "few"), tuple(change)], races=True) == 71
 
 
 # ---- as the engine calls it ------------------------------------------------------------------------------------------

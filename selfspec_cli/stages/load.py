@@ -342,16 +342,13 @@ def parse(words: Sequence[str]) -> list[Limit]:
 def each_slo(words: Sequence[str]) -> list[list[str]]:
     """The limits of each SLO: ttft_p99=200,500 and tpot_p99=15,30 are two. A limit of one value is in all of them;
     raises ConfigError where limits have unlike numbers of values."""
-    named = {word: word.partition("=") for word in words}
-    values = {word: text.split(",") for word, (_, _, text) in named.items()}
-    number = max(map(len, values.values()))
-    for word, given in values.items():
+    parts = [word.partition("=") for word in words]
+    limits = [[f"{key}{sign}{value}" for value in values.split(",")] for key, sign, values in parts]
+    number = max(map(len, limits))
+    for word, given in zip(words, limits, strict=True):
         if len(given) not in (1, number):
             raise ConfigError(f"--slo {word}: {len(given)} values; another limit has {number}; allowed: 1 or {number}")
-    return [
-        [f"{key}{sign}{(values[word] * number)[place]}" for word, (key, sign, _) in named.items()]
-        for place in range(number)
-    ]
+    return [list(slo) for slo in zip(*(given * (number // len(given)) for given in limits), strict=True)]
 
 
 def as_searches(cfgs: Sequence[RunConfig], words: Sequence[str]) -> list[RunConfig]:

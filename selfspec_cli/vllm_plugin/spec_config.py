@@ -100,7 +100,7 @@ def understand_layer_skip(
         logger.warning(warning)
     if not target_parallel_config.worker_extension_cls:
         target_parallel_config.worker_extension_cls = WORKER_EXTENSION
-    if (chunk := _single_chunk(target_model_config)) is not None:
+    if (chunk := _leave_out_chunks(target_model_config)) is not None:
         logger.info("selfspec: no context is longer than a chunk of %d tokens: layers attend to all of it", chunk)
     if not settings.verify:
         self.additional_config = {**(self.additional_config or {}), SETTINGS_KEY: settings.to_dict()}
@@ -170,7 +170,7 @@ def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: vl
     return {**kept, "method": "ngram", "model": target.model, "num_speculative_tokens": settings.width}
 
 
-def _single_chunk(target: vllm.ModelConfig) -> int | None:
+def _leave_out_chunks(target: vllm.ModelConfig) -> int | None:
     """Where no context is longer than the chunk in which layers attend (Llama 4), let them attend to all of it: the
     tokens are the same, and vLLM records CUDA graphs of whole steps, without which draft steps wait for the host.
     Returns the chunk that was left out; None where there is none, or contexts are longer."""

@@ -47,32 +47,23 @@ template <class A, class B> auto max(A a, B b) { return a < b ? b : a; }
 using std::fabs;
 
 // Where races in shared memory are looked for (races.cc): who runs, what orders memory, and what copies write.
-extern "C" {
 #ifdef RACES
-void race_begin(unsigned blocks, unsigned threads, unsigned bytes);
-void race_shared(unsigned block, char* shared);
-void race_run(int block, unsigned thread);
-void race_come(const void* meeting, unsigned count);
-void race_leave(const void* meeting);
-void race_arrive(unsigned barrier, uint64_t phase);
-void race_wait(unsigned barrier, uint64_t phase);
-void race_init(unsigned barrier);
-void race_copy(unsigned to, unsigned bytes, unsigned barrier, uint64_t phase);
-void race_release(const void* place);
-void race_acquire(const void* place);
+#define RACE(...) __VA_ARGS__;
 #else
-inline void race_begin(unsigned, unsigned, unsigned) {}
-inline void race_shared(unsigned, char*) {}
-inline void race_run(int, unsigned) {}
-inline void race_come(const void*, unsigned) {}
-inline void race_leave(const void*) {}
-inline void race_arrive(unsigned, uint64_t) {}
-inline void race_wait(unsigned, uint64_t) {}
-inline void race_init(unsigned) {}
-inline void race_copy(unsigned, unsigned, unsigned, uint64_t) {}
-inline void race_release(const void*) {}
-inline void race_acquire(const void*) {}
+#define RACE(...) inline __VA_ARGS__ {}
 #endif
+extern "C" {
+RACE(void race_begin(unsigned blocks, unsigned threads, unsigned bytes))
+RACE(void race_shared(unsigned block, char* shared))
+RACE(void race_run(int block, unsigned thread))
+RACE(void race_come(const void* meeting, unsigned count))
+RACE(void race_leave(const void* meeting))
+RACE(void race_arrive(unsigned barrier, uint64_t phase))
+RACE(void race_wait(unsigned barrier, uint64_t phase))
+RACE(void race_init(unsigned barrier))
+RACE(void race_copy(unsigned to, unsigned bytes, unsigned barrier, uint64_t phase))
+RACE(void race_release(const void* place))
+RACE(void race_acquire(const void* place))
 }
 
 namespace emulated {
@@ -291,23 +282,20 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     for (int n = 0; n < 4; n++) found |= unsigned(both >> (which >> n * 4 & 7) * 8 & 255) << n * 8;
     return found;
 }
-// A meeting that orders memory. key: of those who meet.
-template <class Meeting>
-void meet_in_order(const void* key, unsigned count, Meeting meeting) {
+// Meetings that order memory. key: of those who meet.
+template <class Action>
+void meet_in_order(const void* key, unsigned count, Action action) {
     race_come(key, count);
-    meeting();
+    action();
     race_leave(key);
 }
+inline void meet_by_number(unsigned number, unsigned count) {
+    emulated::Meeting& one = emulated::me().block->meetings[number];
+    meet_in_order(&one, count, [&] { emulated::meet(one, count, [] {}); });
+}
 inline void __syncwarp() { meet_in_order(emulated::me().warp, 32, [] { emulated::warp_meets(FULL_MASK, [] {}); }); }
-template <int NUMBER, int THREADS_MEETING>
-void synchronize() {
-    emulated::Meeting& one = emulated::me().block->meetings[NUMBER];
-    meet_in_order(&one, THREADS_MEETING, [&] { emulated::meet(one, THREADS_MEETING, [] {}); });
-}
-inline void __syncthreads() {
-    emulated::Meeting& one = emulated::me().block->meetings[0];
-    meet_in_order(&one, emulated::grid().threads, [&] { emulated::meet(one, emulated::grid().threads, [] {}); });
-}
+inline void __syncthreads() { meet_by_number(0, emulated::grid().threads); }
+template <int NUMBER, int THREADS_MEETING> void synchronize() { meet_by_number(NUMBER, THREADS_MEETING); }
 
 template <class T>
 T shuffle(unsigned mask, T value, unsigned from) {

@@ -30,22 +30,29 @@ def compiled(build: Any, changes: tuple[tuple[str, str], ...] = (), races: bool 
         assert source.count(old) == 1, f"the source has {source.count(old)} times: {old}"
         source = source.replace(old, new)
     text = f'#include "{HERE / "cuda.h"}"\n{source}{ENTRY % build.name.decode()}'
-    common = ["g++", "-std=c++17", "-fPIC", "-w", "-c"]
     options = ["-O1", "-fno-strict-aliasing", "-ffp-contract=off", *build.options, *(RACES if races else [])]
-    headers = [(HERE / name).read_text() for name in ("cuda.h", "races.cc")]
-    key = hashlib.sha256("\0".join([text, *headers, *options]).encode()).hexdigest()[:24]
-    library = FOLDER / f"{key}.so"
-    if not library.exists():
+    key = _key(text, (HERE / "cuda.h").read_text(), *options)
+    objects = [_made(f"{key}.o", *options, "-c", "-x", "c++", "-", text=text)]
+    if races:
+        file = HERE / "races.cc"
+        objects.append(_made(f"{_key(file.read_text())}.o", "-O2", "-c", str(file)))
+    return _made(f"{_key(*map(str, objects))}.so", "-shared", *map(str, objects))
+
+
+def _key(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
+
+
+def _made(name: str, *options: str, text: str | None = None) -> Path:
+    """What g++ makes, unless it is there already. Processes may make it at once: it appears whole."""
+    made = FOLDER / name
+    if not made.exists():
         FOLDER.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            objects = [f"{folder}/kernel.o", *([f"{folder}/races.o"] if races else [])]
-            kernel = [*common, *options, "-x", "c++", "-", "-o", objects[0]]
-            subprocess.run(kernel, input=text, text=True, check=True)
-            if races:
-                subprocess.run([*common, "-O2", str(HERE / "races.cc"), "-o", objects[1]], check=True)
-            subprocess.run(["g++", "-shared", *objects, "-o", f"{folder}/kernel.so"], check=True)
-            Path(folder, "kernel.so").rename(library)
-    return library
+        written = made.with_suffix(f".{os.getpid()}")
+        command = ["g++", "-std=c++17", "-w", "-fPIC", *options, "-o", str(written)]
+        subprocess.run(command, input=text, text=True, check=True)
+        written.rename(made)
+    return made
 
 
 def launch(library: Path, build: Any, arguments: ctypes.Structure, seed: int) -> None:

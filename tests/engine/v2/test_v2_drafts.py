@@ -219,7 +219,7 @@ def test_a_request_whose_gate_closed_has_no_blocks_before_its_first_with_attenti
     with live(folder, spec, **short) as engine:  # no context is longer than a chunk: the same without them
         assert chunks_of(engine) == {None}
         same(engine, plain, few=3)
-    monkeypatch.setattr(spec_config, "_single_chunk", lambda _: None)  # as where the longest context is found later
+    monkeypatch.setattr(spec_config, "_leave_out_chunks", lambda _: None)  # as where the longest context is found later
     with live(folder, spec, **short) as engine:
         assert 1024 in chunks_of(engine)
         same(engine, plain, few=3)
